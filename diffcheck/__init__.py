@@ -1,5 +1,12 @@
-"""diffcheck: runs DeepSeek's reference sparse-attention indexer beside a deployment's numbers."""
+"""diffcheck: runs DeepSeek's reference sparse-attention indexer beside a deployment's numbers.
 
+    from diffcheck import Recipe, evaluate, load_layer
+    from diffcheck.refimpl import run_indexer
+"""
+
+from .formats import Format
+from .pipeline import Pipeline, evaluate
+from .recipe import Recipe
 from .version import __version__
 
-__all__ = ["__version__"]
+__all__ = ["Format", "Pipeline", "Recipe", "__version__", "evaluate"]

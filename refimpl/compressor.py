@@ -10,6 +10,7 @@ entry appears when its fourth token arrives. Letters: T tokens, E entries, D ind
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -60,8 +61,8 @@ def softmax_pool(kv: Tensor, gate: Tensor) -> Tensor:
     return (kv * gate.softmax(dim=1)).sum(dim=1)
 
 
-def pool_windows(kv: Tensor, gate: Tensor) -> Tensor:
-    """Pool all windows [E+1, 4, 2D] to entries [E, D] fp32, POOL_TILE entries at a time."""
+def pool_windows(kv: Tensor, gate: Tensor, pool: Callable[[Tensor, Tensor], Tensor] = softmax_pool) -> Tensor:
+    """Pool all windows [E+1, 4, 2D] to entries [E, D] in kv's dtype, POOL_TILE entries at a time."""
     entries = kv.shape[0] - 1
     out = torch.empty(entries, kv.shape[-1] // 2, dtype=kv.dtype, device=kv.device)
     for first in range(0, entries, POOL_TILE):
@@ -70,7 +71,7 @@ def pool_windows(kv: Tensor, gate: Tensor) -> Tensor:
         slots = [window_slots(t[part]) for t in (kv, gate)]
         if count < POOL_TILE:
             slots = [torch.nn.functional.pad(t, (0, 0, 0, 0, 0, POOL_TILE - count)) for t in slots]
-        out[first : first + count] = softmax_pool(*slots)[:count]
+        out[first : first + count] = pool(*slots)[:count]
     return out
 
 

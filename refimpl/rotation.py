@@ -49,14 +49,14 @@ def rope_table(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the last R dims of x [n, ..., D] by the angles of its first axis; fp32 out, not rounded.
+    """Rotate the last R dims of x [n, ..., D] by the angles of its first axis; fp32 out (fp64 stays), not rounded.
 
     Interleaved pairs: (a, b) = (x[2i], x[2i+1]) -> (a cos - b sin, a sin + b cos).
     """
     rope_dims = 2 * cos.shape[-1]
     shape = (cos.shape[0], *(1,) * (x.dim() - 2), cos.shape[-1])
     cos, sin = cos.to(x.device).view(shape), sin.to(x.device).view(shape)
-    head, tail = x.float().split((x.shape[-1] - rope_dims, rope_dims), dim=-1)
+    head, tail = (x if x.dtype == torch.float64 else x.float()).split((x.shape[-1] - rope_dims, rope_dims), dim=-1)
     a, b = tail.unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
     return torch.cat((head, turned), dim=-1)

@@ -1,0 +1,136 @@
+"""Runs recipes on one layer, computing each distinct stage once.
+
+A stage's result is determined by its own fields, the compute type, and the results it read; that chain is its key. So
+a sweep over precisions and thetas recomputes only what a change can reach: with another theta the projections, the
+pool and the gates are shared, with another key format everything up to `k_hadamard` is.
+
+Query-side stages are computed in blocks of rows, so that the temporaries stay within a budget; key-side stages have
+one row per four tokens and are computed whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .recipe import Recipe
+from .refimpl import IndexerConfig, IndexerState, IndexerWeights, Trace, dequantise_weight
+from .refimpl.compressor import PoolState
+from .refimpl.indexer import check_inputs, query_block
+from .refimpl.linear import exact_matmul
+from .refimpl.trace import STAGES
+from .stages import GRAPH, Call, gate_with_ape
+
+Key = tuple[object, ...]
+
+
+class Pipeline:
+    """One layer and its inputs, on which any number of recipes can be evaluated; results are shared.
+
+    Arguments are those of `run_indexer`. `computed` and `reused` count stage evaluations.
+    """
+
+    def __init__(
+        self,
+        config: IndexerConfig,
+        weights: IndexerWeights,
+        x: Tensor,
+        qr: Tensor,
+        *,
+        start: int = 0,
+        state: IndexerState | None = None,
+        queries: Tensor | None = None,
+    ) -> None:
+        weights.check(config)
+        rows, state = check_inputs(config, x, qr, start, state, queries)
+        self.call = Call(
+            config=config,
+            weights=weights,
+            wq_b=dequantise_weight(weights.wq_b, weights.wq_b_scale, config.weight_block),
+            x=x,
+            qr=qr,
+            start=start,
+            state=state,
+            rows=rows,
+        )
+        entries = (start + x.shape[0]) // 4
+        self._blocks = rows.split(query_block(config, entries))
+        self._cache: dict[Key, Tensor] = {}
+        self.computed: Counter[str] = Counter()
+        self.reused: Counter[str] = Counter()
+
+    @property
+    def queries(self) -> Tensor:
+        """Absolute token positions of the query rows."""
+        return self.call.rows + self.call.start
+
+    def stage(self, recipe: Recipe, name: str, given: Recipe | None = None) -> Tensor:
+        """One stage of a recipe; with `given`, computed on that recipe's preceding stages instead of its own."""
+        with torch.no_grad(), exact_matmul():
+            return self._stage(recipe, name, given)[0]
+
+    def _stage(self, recipe: Recipe, name: str, given: Recipe | None = None) -> tuple[Tensor, Key]:
+        stage = GRAPH[name]
+        found = {n: self._stage(given or recipe, n) for n in stage.inputs}
+        fields = (getattr(recipe, field) for field in ("compute", *stage.fields))
+        key: Key = (name, *fields, *(key for _, key in found.values()))
+        if key in self._cache:
+            self.reused[name] += 1
+            return self._cache[key], key
+        self.computed[name] += 1
+        result = self._compute(name, recipe, {n: tensor for n, (tensor, _) in found.items()})
+        self._cache[key] = result
+        return result, key
+
+    def _compute(self, name: str, recipe: Recipe, inputs: Mapping[str, Tensor]) -> Tensor:
+        stage = GRAPH[name]
+        if not stage.query_side or len(self._blocks) == 1:
+            return stage.function(self.call, recipe, dict(inputs), self.call.rows)
+        parts, first = [], 0
+        for rows in self._blocks:
+            here = slice(first, first + len(rows))
+            part = {n: t[here] if GRAPH[n].query_side else t for n, t in inputs.items()}
+            parts.append(stage.function(self.call, recipe, part, rows))
+            first += len(rows)
+        return torch.cat(parts)
+
+    def trace(self, recipe: Recipe) -> Trace:
+        """All stages of a recipe, with its inputs and the state to go on from."""
+        with torch.no_grad(), exact_matmul():
+            tensors = {name: self._stage(recipe, name)[0] for name in STAGES}
+            state = self._next_state(recipe, tensors["k_quant"])
+        tensors |= {"x": self.call.x, "qr": self.call.qr, "queries": self.queries}
+        return Trace(tensors, start=self.call.start, state=state)
+
+    def _next_state(self, recipe: Recipe, k_quant: Tensor) -> IndexerState:
+        call = self.call
+        kv, gate = self._stage(recipe, "kv_gate")[0].chunk(2, dim=1)
+        pool: PoolState = call.state.pool.then(kv, gate_with_ape(call, recipe, gate))[2]
+        keys = torch.cat((call.state.keys.to(k_quant.dtype), k_quant))
+        return IndexerState(position=call.start + call.x.shape[0], pool=pool, keys=keys)
+
+    def savings(self) -> tuple[int, int]:
+        """(stage evaluations asked for, of which were computed)."""
+        computed = sum(self.computed.values())
+        return computed + sum(self.reused.values()), computed
+
+
+def evaluate(
+    recipe: Recipe,
+    config: IndexerConfig,
+    weights: IndexerWeights,
+    x: Tensor,
+    qr: Tensor,
+    *,
+    start: int = 0,
+    state: IndexerState | None = None,
+    queries: Tensor | None = None,
+) -> Trace:
+    """Run one recipe on T tokens of one layer; arguments and result as for `run_indexer`.
+
+    Stage dtypes follow the recipe. With `Recipe.reference(config)` every stage equals `run_indexer` bit for bit.
+    """
+    return Pipeline(config, weights, x, qr, start=start, state=state, queries=queries).trace(recipe)
