@@ -4,9 +4,10 @@
     from diffcheck.refimpl import run_indexer
 """
 
+from .checkpoint.layer import load_layer
 from .formats import Format
 from .pipeline import Pipeline, evaluate
 from .recipe import Recipe
 from .version import __version__
 
-__all__ = ["Format", "Pipeline", "Recipe", "__version__", "evaluate"]
+__all__ = ["Format", "Pipeline", "Recipe", "__version__", "evaluate", "load_layer"]

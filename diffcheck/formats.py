@@ -101,7 +101,10 @@ class Format:
         """Storage of one vector of `dim` values, scales included, in bytes."""
         if self.plain:
             return float(dim * PLAIN_BYTES[self.element])
-        return dim * ELEMENTS[self.element].bits / 8 + -(-dim // self.block) * _SCALE_BYTES[self.scale]
+        scales = -(-dim // self.block)
+        # cache pages give the only scale of a vector four bytes, also a power of two; several are packed as bytes
+        scale_bytes = 4 if scales == 1 else _SCALE_BYTES[self.scale]
+        return dim * ELEMENTS[self.element].bits / 8 + scales * scale_bytes
 
     def __str__(self) -> str:
         if self.plain:

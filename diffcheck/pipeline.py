@@ -10,7 +10,6 @@ one row per four tokens and are computed whole.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -22,7 +21,7 @@ from .refimpl.compressor import PoolState
 from .refimpl.indexer import check_inputs, query_block
 from .refimpl.linear import exact_matmul
 from .refimpl.trace import STAGES
-from .stages import GRAPH, Call, gate_with_ape
+from .stages import GRAPH, INTERNAL, Call, gate_with_ape
 
 Key = tuple[object, ...]
 
@@ -30,7 +29,7 @@ Key = tuple[object, ...]
 class Pipeline:
     """One layer and its inputs, on which any number of recipes can be evaluated; results are shared.
 
-    Arguments are those of `run_indexer`. `computed` and `reused` count stage evaluations.
+    Arguments are those of `run_indexer`.
     """
 
     def __init__(
@@ -59,8 +58,7 @@ class Pipeline:
         entries = (start + x.shape[0]) // 4
         self._blocks = rows.split(query_block(config, entries))
         self._cache: dict[Key, Tensor] = {}
-        self.computed: Counter[str] = Counter()
-        self.reused: Counter[str] = Counter()
+        self._asked: set[tuple[str, Recipe, Recipe | None]] = set()
 
     @property
     def queries(self) -> Tensor:
@@ -73,17 +71,14 @@ class Pipeline:
             return self._stage(recipe, name, given)[0]
 
     def _stage(self, recipe: Recipe, name: str, given: Recipe | None = None) -> tuple[Tensor, Key]:
+        self._asked.add((name, recipe, given))
         stage = GRAPH[name]
-        found = {n: self._stage(given or recipe, n) for n in stage.inputs}
+        found = {n: self._stage(recipe if n in INTERNAL else given or recipe, n) for n in stage.inputs}
         fields = (getattr(recipe, field) for field in ("compute", *stage.fields))
         key: Key = (name, *fields, *(key for _, key in found.values()))
-        if key in self._cache:
-            self.reused[name] += 1
-            return self._cache[key], key
-        self.computed[name] += 1
-        result = self._compute(name, recipe, {n: tensor for n, (tensor, _) in found.items()})
-        self._cache[key] = result
-        return result, key
+        if key not in self._cache:
+            self._cache[key] = self._compute(name, recipe, {n: tensor for n, (tensor, _) in found.items()})
+        return self._cache[key], key
 
     def _compute(self, name: str, recipe: Recipe, inputs: Mapping[str, Tensor]) -> Tensor:
         stage = GRAPH[name]
@@ -113,9 +108,8 @@ class Pipeline:
         return IndexerState(position=call.start + call.x.shape[0], pool=pool, keys=keys)
 
     def savings(self) -> tuple[int, int]:
-        """(stage evaluations asked for, of which were computed)."""
-        computed = sum(self.computed.values())
-        return computed + sum(self.reused.values()), computed
+        """(stages that the recipes seen so far have, counting each stage of each recipe once; stages computed)."""
+        return len(self._asked), len(self._cache)
 
 
 def evaluate(

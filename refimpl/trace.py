@@ -108,10 +108,18 @@ def save_traces(path: str | Path, traces: list[Trace]) -> None:
     for trace in traces:
         assert trace.start == traces[0].start, "traces of one file start at one position"
         prefix = f"layers.{trace.layer or 0}."
-        tensors |= {prefix + name: tensor.contiguous().cpu() for name, tensor in trace.items()}
-        tensors |= {name: tensor.contiguous().cpu() for name, tensor in trace.shared.items()}
+        tensors |= {prefix + name: tensor for name, tensor in trace.items()}
+        tensors |= trace.shared
         metadata |= trace.metadata
     metadata |= {"schema": SCHEMA, "start_position": str(traces[0].start if traces else 0)}
+    owners: set[int] = set()
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.contiguous().cpu()
+        storage = tensors[name].untyped_storage().data_ptr()
+        # a step that a recipe skips hands its input on, and the file format refuses one tensor under two names
+        if storage in owners:
+            tensors[name] = tensors[name].clone()
+        owners.add(storage)
     save_file(tensors, str(path), metadata=metadata)
 
 

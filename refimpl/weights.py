@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .config import IndexerConfig
 from .errors import InputError
-from .formats import decode_e2m1, decode_e8m0
+from .formats import E4M3_BLOCK, decode_e2m1, decode_e8m0
 
 PLAIN_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
@@ -63,6 +63,11 @@ class IndexerWeights:
         elif self.quantised:
             block_out, block_in = config.weight_block
             shapes["wq_b_scale"] = (-(-out // block_out), -(-lora // block_in))
+        if self.quantised and lora % E4M3_BLOCK:
+            raise InputError(
+                f"{where}: q_lora_rank is {lora}, expected a multiple of {E4M3_BLOCK} for a quantised wq_b, whose "
+                "product quantises the activation in blocks of that many inputs"
+            )
         for name, shape in shapes.items():
             tensor = getattr(self, name)
             if tensor is None:

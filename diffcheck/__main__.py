@@ -1,0 +1,5 @@
+"""`python -m diffcheck`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,211 @@
+"""The command line.
+
+Exit codes: 0 passed, 1 a gate failed, 2 bad usage or input, 3 the environment lacks what was asked for, 130
+interrupted. Errors are one line on stderr; a traceback means a bug in diffcheck.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from .errors import EnvironmentMissing, InputError
+from .version import __version__
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+Checkpoint = Annotated[Path, typer.Option(help="Checkpoint directory in the released DeepSeek-V4 layout.")]
+
+
+def main() -> None:
+    """Entry point: runs the app and turns user errors into one line and an exit code."""
+    try:
+        app()
+    except InputError as error:
+        _fail(str(error), 2)
+    except EnvironmentMissing as error:
+        _fail(str(error), 3)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"diffcheck: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"diffcheck {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Run DeepSeek's reference sparse-attention indexer beside a deployment's numbers."""
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _print_presets(wanted: bool) -> None:
+    from .presets import DESCRIPTIONS, PRECISIONS
+
+    if wanted:
+        for name, text in (PRECISIONS | DESCRIPTIONS).items():
+            print(f"{name:14s}{text}")
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    checkpoint: Checkpoint,
+    layers: Annotated[str, typer.Option(help="all, or layer numbers such as 2,4.")] = "all",
+    precision: Annotated[str, typer.Option(help="Precisions and presets, comma separated.")] = "reference,bf16,fp8,fp4",
+    theta: Annotated[
+        str, typer.Option(help="RoPE thetas: checkpoint, NUMBER (YaRN kept), NUMBER:noyarn.")
+    ] = "checkpoint,10000,40000",
+    length: Annotated[int | None, typer.Option(help="Tokens of made-up hidden states instead of a trace.")] = None,
+    queries: Annotated[int, typer.Option(help="Query rows to compare.")] = 256,
+    recipe: Annotated[list[Path] | None, typer.Option(help="TOML file with one more recipe; repeatable.")] = None,
+    backend: Annotated[str, typer.Option(help="auto, emulated or triton.")] = "auto",
+    trace: Annotated[Path | None, typer.Option(help="Trace file; default: the checkpoint's trace.safetensors.")] = None,
+    needle_depth: Annotated[float | None, typer.Option(help="Depth of a planted needle, 0 to 1.")] = None,
+    needle_strength: Annotated[float | None, typer.Option(help="0 marginal, 1 strong, negative lost.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of made-up inputs.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+    gate: Annotated[list[str] | None, typer.Option(help="FIELD OP NUMBER, e.g. jaccard_kernel>=0.999; repeatable.")] = None,
+    gate_what_if: Annotated[bool, typer.Option(help="Gates count what-if thetas too.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Print cases, bytes to read and an estimate, then stop.")] = False,
+    list_presets: Annotated[
+        bool, typer.Option("--list-presets", callback=_print_presets, is_eager=True, help="List precisions and presets.")
+    ] = False,
+) -> None:
+    """Compare the reference indexer with deployment recipes, layer by layer."""
+    from .gates import Gate
+    from .report import document, render
+    from .run import Options, execute, plan
+
+    options = Options(
+        checkpoint=checkpoint, layers=_layer_numbers(layers), precisions=_split(precision), thetas=_split(theta),
+        recipe_files=recipe or [], backend=backend, length=length, queries=queries, trace=trace,
+        needle_depth=needle_depth, needle_strength=needle_strength, device=device, seed=seed,
+    )  # fmt: skip
+    gates = [Gate.parse(text) for text in gate or []]
+    todo = plan(options)
+    console = _console()
+    if dry_run:
+        from .estimate import render_plan
+
+        render_plan(console, todo)
+        return
+    if json_file is not None:
+        _check_writable(json_file)
+    with _Steps(len(todo.layers) * len(todo.cases)) as steps:
+        outcome = execute(todo, steps.done)
+    results = [g.check(outcome.cases, what_if=gate_what_if) for g in gates]
+    render(console, todo, outcome, results)
+    if json_file is not None:
+        _write_json(json_file, document(todo, outcome, results))
+        console.print(f"wrote {json_file}", highlight=False)
+    if not all(result.passed for result in results):
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(checkpoint: Checkpoint) -> None:
+    """Print a checkpoint's layer map, config values with their sources, traps, and header coverage."""
+    from .checkpoint.inspect import inspect_checkpoint, render
+
+    render(inspect_checkpoint(checkpoint), _console())
+
+
+@app.command()
+def fixture(
+    directory: Annotated[Path, typer.Argument(help="Directory to write; must not hold anything yet.")],
+    like: Annotated[str, typer.Option(help="v4-flash, v4-pro or mini.")] = "mini",
+    layers: Annotated[str, typer.Option(help="all, or layer numbers such as 2,4.")] = "all",
+    seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
+    shards: Annotated[int, typer.Option(help="Number of safetensors files.")] = 2,
+    overwrite: Annotated[bool, typer.Option(help="Replace what the directory holds.")] = False,
+) -> None:
+    """Write a checkpoint with seeded indexer weights in the released layout."""
+    from .fixture import write_checkpoint
+
+    written = write_checkpoint(
+        directory, like=like, layers=_layer_numbers(layers), seed=seed, shards=shards, overwrite=overwrite
+    )
+    print(written)
+
+
+def _layer_numbers(text: str) -> list[int] | None:
+    if text == "all":
+        return None
+    parts = _split(text)
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise InputError(f"--layers: {text!r}, expected all or numbers such as 2,4")
+    return [int(part) for part in parts]
+
+
+def _console() -> Console:
+    """Standard output; wide enough for the table where it is no terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=200)
+
+
+class _Steps:
+    """Progress on stderr: a bar on a terminal, else one plain line a step."""
+
+    def __init__(self, total: int) -> None:
+        self._bar = Progress(console=Console(stderr=True), transient=True) if sys.stderr.isatty() else None
+        self._total, self._count = total, 0
+
+    def __enter__(self) -> _Steps:
+        if self._bar:
+            self._bar.start()
+            self._task = self._bar.add_task("cases", total=self._total)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def done(self, line: str) -> None:
+        """One more step is done; `line` says which."""
+        self._count += 1
+        if self._bar:
+            self._bar.update(self._task, advance=1, description=line)
+        else:
+            print(f"[{self._count}/{self._total}] {line}", file=sys.stderr)
+
+
+def _check_writable(path: Path) -> None:
+    """Fail before any work if the report could not be written."""
+    directory = path.parent
+    if path.is_dir() or not directory.is_dir() or not os.access(path if path.exists() else directory, os.W_OK):
+        raise InputError(f"--json: cannot write {path}, expected a file in a directory that exists and is writable")
+    try:
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise InputError(f"--json: cannot write {path} ({error.strerror})") from None
+
+
+def _write_json(path: Path, document: object) -> None:
+    """Write beside the target and rename, so that an interrupt leaves no half document."""
+    text = json.dumps(document, indent=1, allow_nan=False)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,214 @@
+"""One case: a deployment's trace against the reference, with the format's share told from the kernel's.
+
+Three comparisons make a case. *Total*: deployment against reference. *Format*: the emulation of the deployment's
+recipe against the reference, what its choices imply. *Kernel*: deployment against that emulation, what it does beyond
+its choices. The metrics themselves are defined in `metrics`.
+
+`first_stage` asks of each stage in pipeline order: given the reference's own preceding stage, does this recipe's stage
+differ by more than rounding? That is: after rounding to the reference's type, more than 1 % of the elements are off
+by more than one unit in the last place, or more than 5 % are unequal at all. A selection differs when more than 1 % of
+its entries do, or when it holds a single entry that the row must not see.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import metrics
+from .inputs.source import Needle
+from .pipeline import Pipeline
+from .recipe import Recipe
+from .refimpl import STAGES, Trace
+from .refimpl.scoring import visible_entries
+from .statistics import bootstrap, resampling_groups
+
+OFF_BY_ULP_SHARE = 0.01
+UNEQUAL_SHARE = 0.05
+SAME_JACCARD = 0.995
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What every case of a layer is compared with: reference and ideal scores and selections, and the needles."""
+
+    reference: Recipe
+    scores: Tensor
+    topk: Tensor
+    ideal_scores: Tensor
+    ideal_topk: Tensor
+    visible: Tensor
+    k: int
+    needle_rows: Tensor
+    needle_spans: list[range]
+    needle_reference: metrics.Needles
+
+    @staticmethod
+    def of(pipeline: Pipeline, needles: tuple[Needle, ...]) -> Targets:
+        """Compute (or reuse) the targets of a layer; every needle's query must be among the pipeline's rows."""
+        config = pipeline.call.config
+        reference, ideal = Recipe.reference(config), Recipe.ideal(config)
+        scores, topk = pipeline.stage(reference, "scores"), pipeline.stage(reference, "topk")
+        visible = visible_entries(pipeline.queries)
+        row_of = {int(position): row for row, position in enumerate(pipeline.queries.tolist())}
+        rows = torch.tensor([row_of[n.query] for n in needles], dtype=torch.int64, device=scores.device)
+        spans = [metrics.needle_entries(n.first_token, n.last_token) for n in needles]
+        spans = [range(s.start, min(s.stop, scores.shape[1])) for s in spans]
+        found = metrics.needles(scores=scores[rows], selected=topk[rows], visible=visible[rows], spans=spans)
+        return Targets(
+            reference=reference,
+            scores=scores,
+            topk=topk,
+            ideal_scores=pipeline.stage(ideal, "scores"),
+            ideal_topk=pipeline.stage(ideal, "topk"),
+            visible=visible,
+            k=config.index_topk,
+            needle_rows=rows,
+            needle_spans=spans,
+            needle_reference=found,
+        )
+
+
+def compare(pipeline: Pipeline, recipe: Recipe, deployed: Trace, targets: Targets, *, what_if: bool) -> dict[str, Any]:
+    """All metrics of a case as plain values (None where there is nothing to measure)."""
+    t, selected, scores = targets, deployed["topk"], deployed["scores"]
+    emulated_scores, emulated_topk = pipeline.stage(recipe, "scores"), pipeline.stage(recipe, "topk")
+    rows = metrics.rows(t.visible, t.k)
+    total = metrics.errors(scores=scores, target_scores=t.scores, visible=t.visible)
+    emulated = scores is emulated_scores and selected is emulated_topk
+    form = total if emulated else metrics.errors(scores=emulated_scores, target_scores=t.scores, visible=t.visible)
+    kernel = metrics.errors(scores=scores, target_scores=emulated_scores, visible=t.visible)
+    noise = metrics.row_noise(emulation_scores=emulated_scores, target_scores=t.scores, visible=t.visible)
+    result: dict[str, Any] = {
+        "queries": rows.queries,
+        "visible": rows.visible if rows.visible is not None else int(t.visible.max()),
+        "visible_min": rows.visible_min if rows.visible_min is not None else int(t.visible.min()),
+        "vacuous": rows.vacuous,
+        "discarded": None if rows.visible is None else 1 - t.k / rows.visible,
+    }
+    result |= _overlaps(selected, t.topk, t.scores, t, "")
+    result |= _overlaps(selected, t.ideal_topk, t.ideal_scores, t, "_ideal")
+    own = _overlaps(selected, emulated_topk, emulated_scores, t, "")
+    result |= {"jaccard_kernel": own["jaccard"], "jaccard_tied_kernel": own["jaccard_tied"]}
+    lost = metrics.misses(
+        selected=selected, target_selected=t.topk, target_scores=t.scores, visible=t.visible, k=t.k, noise=noise
+    )
+    result["misses"] = {"ties": lost.ties, "near_ties": lost.near_ties, "real": lost.real}
+    result |= _needles(scores, selected, t)
+    bins = metrics.survival(selected=selected, target_scores=t.scores, visible=t.visible, k=t.k)
+    result["survival"] = [asdict(b) | {"p": finite(b.p)} for b in bins]
+    result |= {
+        "score_rel_error": finite(total.rel),
+        "score_calc_diff": finite(total.calc_diff),
+        "score_max_error": finite(total.max_abs),
+        "format_error": finite(form.rel),
+        "kernel_error": finite(kernel.rel),
+        "kernel_calc_diff": finite(kernel.calc_diff),
+        "margin": finite(metrics.margin(target_scores=t.scores, visible=t.visible, k=t.k, noise=noise)),
+        "first_stage": first_stage(pipeline, recipe, t.reference),
+        "bytes_per_entry": bytes_per_entry(recipe, pipeline.call.config.index_head_dim),
+    }
+    errors = {"score_rel_error": total.rel, "format_error": form.rel, "kernel_error": kernel.rel}
+    result["nonfinite"] = [name for name, value in errors.items() if value is not None and finite(value) is None]
+    result["verdict"] = verdict(result, what_if)
+    return result
+
+
+def _overlaps(selected: Tensor, target: Tensor, target_scores: Tensor, t: Targets, suffix: str) -> dict[str, Any]:
+    entries = target_scores.shape[1]
+    plain = metrics.overlap(selected=selected, target_selected=target, entries=entries, visible=t.visible, k=t.k)
+    tied = metrics.tied_overlap(selected=selected, target_scores=target_scores, visible=t.visible, k=t.k)
+    out: dict[str, Any] = asdict(plain) | asdict(tied)
+    counted = metrics.counted_rows(t.visible, t.k)
+    if suffix == "" and bool(counted.any()):
+        per_row = metrics.jaccards(selected=selected, target_selected=target, entries=entries)[counted]
+        interval = bootstrap(per_row.cpu().numpy(), groups=resampling_groups(len(per_row)))
+        out["jaccard_ci"] = interval.ci if interval else None
+    return {name + suffix: value for name, value in out.items()}
+
+
+def _needles(scores: Tensor, selected: Tensor, t: Targets) -> dict[str, Any]:
+    """Needle fields: a plain value for one needle, lists for several, None without any."""
+    rows = t.needle_rows
+    found = metrics.needles(scores=scores[rows], selected=selected[rows], visible=t.visible[rows], spans=t.needle_spans)
+    count = len(t.needle_spans)
+
+    def one(values: list[Any]) -> Any:
+        return None if count == 0 else values[0] if count == 1 else values
+
+    had = sum(t.needle_reference.selected)
+    lost = sum(was and not now for was, now in zip(t.needle_reference.selected, found.selected, strict=True))
+    return {
+        "needles": count,
+        "needle_rank_reference": one(t.needle_reference.ranks),
+        "needle_rank": one(found.ranks),
+        "needle_selected_reference": one(t.needle_reference.selected),
+        "needle_selected": one(found.selected),
+        "needle_rank_reference_median": t.needle_reference.rank_median,
+        "needle_rank_median": found.rank_median,
+        "needles_selected_reference": had if count else None,
+        "needles_lost": lost if count else None,
+    }
+
+
+def first_stage(pipeline: Pipeline, recipe: Recipe, reference: Recipe) -> str | None:
+    """The first stage at which the recipe itself departs from the reference; None if none does."""
+    if not recipe.differences(reference):
+        return None
+    for name in STAGES:
+        theirs = pipeline.stage(recipe, name, given=reference)
+        ours = pipeline.stage(reference, name)
+        if theirs is ours and name != "topk":
+            continue
+        if name == "topk":
+            hidden = visible_entries(pipeline.queries)[:, None]
+            if _selection_differs(theirs, ours) or bool((pipeline.stage(recipe, name) >= hidden).any()):
+                return name
+        elif stage_differs(theirs, ours):
+            return name
+    return None
+
+
+def stage_differs(theirs: Tensor, ours: Tensor) -> bool:
+    """Whether a stage differs by more than rounding (see the module docstring); equal infinities are equal."""
+    theirs = theirs.to(ours.dtype)
+    unequal = (theirs != ours) & ~(theirs.isnan() & ours.isnan())
+    elements = int(ours.isfinite().sum()) or 1
+    if int(unequal.sum()) > UNEQUAL_SHARE * elements:
+        return True
+    a, b = theirs[unequal].double(), ours[unequal]
+    far = ~((a - b.double()).abs() <= metrics.ulp(b, ours.dtype).double())
+    return int(far.sum()) > OFF_BY_ULP_SHARE * elements
+
+
+def _selection_differs(theirs: Tensor, ours: Tensor) -> bool:
+    if theirs.shape != ours.shape:
+        return True
+    entries = int(ours.max().clamp_min(theirs.max())) + 1
+    kept = metrics.membership(theirs, entries) & metrics.membership(ours, entries)
+    return int(kept.sum()) < (1 - OFF_BY_ULP_SHARE) * max(int((ours >= 0).sum()), int((theirs >= 0).sum()))
+
+
+def bytes_per_entry(recipe: Recipe, dim: int) -> float:
+    """Bytes of one key in the cache; keys that no format rounds are counted as fp32."""
+    return 4.0 * dim if recipe.k_format is None else recipe.k_format.bytes_per_entry(dim)
+
+
+def verdict(case: dict[str, Any], what_if: bool) -> str:
+    """One word for the case: vacuous, kernel, same, config or format."""
+    if case["vacuous"]:
+        return "vacuous"
+    if case["jaccard_kernel"] < SAME_JACCARD:
+        return "kernel"
+    if case["jaccard_tied"] >= SAME_JACCARD:
+        return "same"
+    return "config" if what_if else "format"
+
+
+def finite(value: float | None) -> float | None:
+    """JSON has no NaN or inf: those become None."""
+    return value if value is None or math.isfinite(value) else None

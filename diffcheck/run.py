@@ -1,0 +1,210 @@
+"""`diffcheck run`: plan first, then execute.
+
+`plan` does everything that can fail on bad input (names, layers, gates, trace shapes, tensors' headers) and reads no
+weight; `execute` then goes through the layers. Per layer one pipeline serves all cases, so a precision or a theta
+costs only the stages that it changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .backends import BACKENDS, Backend
+from .cases import DEFAULT_PRECISIONS, DEFAULT_THETAS, Case, build_cases
+from .checkpoint.layer import Checkpoint
+from .compare import Targets, compare
+from .errors import EnvironmentMissing, InputError
+from .inputs.source import LayerInputs, choose_queries, load_inputs
+from .inputs.synthetic import check_needle_options, synthetic_inputs
+from .pipeline import Pipeline
+from .recipe import Recipe, plain
+
+DEFAULT_QUERIES = 256
+SYNTHETIC_LENGTH_IN_TOPK = 16
+"""Default length of made-up inputs in units of index_topk: four times where selection starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line asks for; see `diffcheck run --help`."""
+
+    checkpoint: Path
+    layers: list[int] | None = None
+    precisions: list[str] = field(default_factory=lambda: list(DEFAULT_PRECISIONS))
+    thetas: list[str] = field(default_factory=lambda: list(DEFAULT_THETAS))
+    recipe_files: list[Path] = field(default_factory=list)
+    backend: str = "auto"
+    length: int | None = None
+    queries: int = DEFAULT_QUERIES
+    trace: Path | None = None
+    needle_depth: float | None = None
+    needle_strength: float | None = None
+    device: str = "auto"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A validated run: nothing here can fail on the user's input any more."""
+
+    options: Options
+    checkpoint: Checkpoint
+    layers: tuple[int, ...]
+    cases: list[Case]
+    device: str
+    inputs: dict[int, LayerInputs] | None
+    length: int
+    source: str
+    notes: list[str]
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Bytes of weights that the run reads."""
+        return sum(self.checkpoint.bytes_needed(layer) for layer in self.layers)
+
+
+def plan(options: Options) -> Plan:
+    """Validate the options against the checkpoint; InputError or EnvironmentMissing says what is wrong."""
+    device = _device(options.device)
+    if options.backend not in ("auto", *BACKENDS):
+        raise InputError(f"--backend: unknown backend {options.backend!r}, expected auto, {', '.join(BACKENDS)}")
+    if options.queries < 1:
+        raise InputError(f"--queries: {options.queries}, expected at least 1")
+    if options.length is not None and options.length < 4:
+        raise InputError(f"--length: {options.length}, expected at least 4 tokens (one compressed entry)")
+    if options.trace is not None and options.length is not None:
+        raise InputError("--length and --trace exclude each other: a trace has its own length")
+    checkpoint = Checkpoint(options.checkpoint)
+    layers = checkpoint.select(options.layers)
+    cases = build_cases(checkpoint.config, options.precisions, options.thetas, options.recipe_files)
+    if options.backend != "auto" and (reason := BACKENDS[options.backend].unavailable(device)):
+        raise EnvironmentMissing(f"backend {options.backend}: {reason}")
+    notes = []
+    if checkpoint.absent_layers and options.layers is None:
+        absent = ", ".join(map(str, checkpoint.absent_layers))
+        notes.append(f"indexer layers without tensors in this checkpoint, left out: {absent}")
+    trace = options.trace
+    if trace is None and options.length is None and (checkpoint.directory / "trace.safetensors").is_file():
+        trace = checkpoint.directory / "trace.safetensors"
+    inputs = None
+    if trace is not None:
+        if options.needle_depth is not None or options.needle_strength is not None:
+            raise InputError("--needle-depth and --needle-strength plant into made-up inputs; leave out the trace or give --length")
+        inputs = load_inputs(trace, checkpoint.config, list(layers), strict=options.layers is not None)
+        missing = [layer for layer in layers if layer not in inputs]
+        if missing:
+            notes.append(f"layers that the trace does not hold, left out: {', '.join(map(str, missing))}")
+        layers = tuple(layer for layer in layers if layer in inputs)
+        first = inputs[layers[0]]
+        length, source = len(first.x), f"trace {trace} ({first.source or 'no source given'})"
+        notes += [f"layer {layer}: {note}" for layer in layers for note in inputs[layer].notes]
+    else:
+        length = options.length or SYNTHETIC_LENGTH_IN_TOPK * checkpoint.config.index_topk
+        source = f"made-up hidden states, seed {options.seed}"
+        check_needle_options(checkpoint.config, length, options.needle_depth, options.needle_strength)
+    if options.queries > length and options.queries != DEFAULT_QUERIES:
+        raise InputError(f"--queries: {options.queries} for {length} tokens, expected at most one a token")
+    result = Plan(
+        options=options, checkpoint=checkpoint, layers=layers, cases=cases, device=device, inputs=inputs,
+        length=length, source=source, notes=notes,
+    )  # fmt: skip
+    assert result.bytes_to_read > 0, "reading the headers checks every tensor's name, type and shape"
+    return result
+
+
+def _device(name: str) -> str:
+    if name not in ("auto", "cpu", "cuda"):
+        raise InputError(f"--device: {name!r}, expected auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentMissing("--device cuda: torch sees no CUDA device here")
+    return "cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu"
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What a run measured: cases as plain records, and how many stage evaluations sharing saved."""
+
+    cases: list[dict[str, Any]] = field(default_factory=list)
+    stages_asked: int = 0
+    stages_computed: int = 0
+    seconds: float = 0.0
+    needles: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+
+Progress = Callable[[str], None]
+"""Called with a line of text after each step."""
+
+
+def execute(todo: Plan, progress: Progress) -> Outcome:
+    """Run all cases of a plan; `progress` is called once a case."""
+    outcome, began = Outcome(), time.perf_counter()
+    for layer in todo.layers:
+        for record in _run_layer(todo, layer, outcome):
+            outcome.cases.append(record)
+            progress(f"layer {layer} {record['precision']} theta {record['theta_setting']}: {record['verdict']}")
+    outcome.seconds = time.perf_counter() - began
+    return outcome
+
+
+def _run_layer(todo: Plan, layer: int, outcome: Outcome) -> Iterator[dict[str, Any]]:
+    config, device = todo.checkpoint.config, todo.device
+    weights = todo.checkpoint.load(layer)
+    if todo.inputs is not None:
+        inputs = todo.inputs[layer]
+    else:
+        o = todo.options
+        inputs = synthetic_inputs(
+            config, weights, length=todo.length, seed=o.seed + layer, depth=o.needle_depth, strength=o.needle_strength
+        )
+    if inputs.start:
+        raise InputError(f"the trace of layer {layer} starts at token {inputs.start}, expected 0: `run` begins a stream")
+    must = [needle.query for needle in inputs.needles]
+    queries = choose_queries(len(inputs.x), config.index_topk, todo.options.queries, must)
+    pipeline = Pipeline(
+        config, weights.to(device), inputs.x.to(device), inputs.qr.to(device), queries=queries.to(device)
+    )
+    outcome.needles[layer] = [
+        {"query": n.query, "first_token": n.first_token, "last_token": n.last_token} for n in inputs.needles
+    ]
+    targets = Targets.of(pipeline, inputs.needles)
+    for case in todo.cases:
+        yield _run_case(todo, layer, case, pipeline, targets)
+    asked, computed = pipeline.savings()
+    outcome.stages_asked += asked
+    outcome.stages_computed += computed
+
+
+def _run_case(todo: Plan, layer: int, case: Case, pipeline: Pipeline, targets: Targets) -> dict[str, Any]:
+    began, recipe = time.perf_counter(), case.recipe
+    backend = choose_backend(todo.options.backend, todo.device, recipe, todo)
+    record: dict[str, Any] = {
+        "layer": layer,
+        "precision": case.precision,
+        "theta": recipe.k_theta,
+        "theta_setting": case.theta.label,
+        "what_if": case.what_if,
+        "backend": backend.name,
+        "length": todo.length,
+        "k": recipe.k,
+        "replaced": {n: plain(v) for n, v in recipe.differences(Recipe.reference(todo.checkpoint.config)).items()},
+    }
+    reason = backend.refusal(recipe, todo.checkpoint.config)
+    if reason:
+        return record | {"verdict": "refused", "reason": reason, "nonfinite": []}
+    record |= compare(pipeline, recipe, backend.run(pipeline, recipe), targets, what_if=case.what_if)
+    return record | {"reason": None, "seconds": time.perf_counter() - began}
+
+
+def choose_backend(name: str, device: str, recipe: Recipe, todo: Plan) -> Backend:
+    """The backend of a case; "auto" takes the fused kernels on CUDA where they can run the recipe, else the emulation."""
+    if name != "auto":
+        return BACKENDS[name]
+    fused = BACKENDS["triton"]
+    usable = device == "cuda" and not fused.unavailable(device) and not fused.refusal(recipe, todo.checkpoint.config)
+    return fused if usable else BACKENDS["emulated"]

@@ -1,0 +1,193 @@
+"""quantise_query: RoPE, Walsh-Hadamard and quantisation of index queries, with the head gates made ready for
+scoring.
+
+    q --RoPE--> rope --Walsh-Hadamard--> hadamard --(FP4 step)--> quantise --> codes, scales
+    gate --(* gate_scale)--(e4m3: * the query's scale)--> gate
+
+An e4m3 query has one scale per (token, head). Since a score is sum_h gate[h] * relu(q[h] . k), a positive
+scale can move from q to the gate: SGLang and vLLM fold it there, and the logits kernel never sees it. e2m1
+has four scales a head and keeps them.
+
+Letters: T tokens, H heads, D = 128.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .checks import check_choice, check_devices, check_stages, check_tensor, scale_floor
+from .layout import HEAD_DIM, page_format
+from .rounding import INTERPRETED, bf16_code_to_fp32, fp32_to_bf16_code, round_to_bf16
+from .transforms import (
+    fp4_fake_quantise,
+    hadamard_128,
+    quantise_e2m1,
+    quantise_e4m3,
+    rotate_last_64,
+)
+
+QUERY_STAGES = ("rope", "hadamard")
+"""Stages after which `round_bf16` can ask for one rounding to bf16."""
+
+ROWS = 64 if INTERPRETED.value else 16
+"""(token, head) rows of one program."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedQuery:
+    """Index queries as the logits kernels take them.
+
+    codes: float8_e4m3fn [T, H, 128], bfloat16 [T, H, 128] or packed uint8 [T, H, 64] (e2m1); the dtype is the
+    format. scales: fp32 [T, H] (e4m3; already folded into the gate), uint8 ue8m0 [T, H, 4] (e2m1) or None
+    (bf16). gate: fp32 [T, H], the factor of each head's relu.
+    """
+
+    codes: Tensor
+    scales: Tensor | None
+    gate: Tensor
+
+    @property
+    def fmt(self) -> str:
+        """Name of the format, by the dtype of the codes. Raises ValueError for another dtype."""
+        names = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bf16", torch.uint8: "e2m1"}
+        if self.codes.dtype not in names:
+            raise ValueError(f"query codes are {self.codes.dtype}, expected float8_e4m3fn, bfloat16 or uint8")
+        return names[self.codes.dtype]
+
+
+@triton.jit
+def quantise_query_kernel(
+    q_ptr,
+    gate_ptr,
+    cos_ptr,
+    sin_ptr,
+    codes_ptr,
+    scales_ptr,
+    gate_out_ptr,
+    rows,
+    heads,
+    gate_scale,
+    amax_floor,
+    FMT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    TIES_DOWN: tl.constexpr,
+    FP4_STEP: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ROUND_ROPE: tl.constexpr,
+    ROUND_HADAMARD: tl.constexpr,
+    GATE_BF16: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program makes ROWS rows of q viewed as [T * H, 128]."""
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask = r < rows
+    cols = tl.arange(0, 128)[None, :]
+    x = bf16_code_to_fp32(tl.load(q_ptr + r[:, None] * 128 + cols, mask=mask[:, None], other=0))
+    x = rotate_last_64(x, cos_ptr, sin_ptr, r // heads, mask, ROWS)
+    if ROUND_ROPE:
+        x = round_to_bf16(x)
+    if HADAMARD:
+        x = hadamard_128(x, ROWS)
+        if ROUND_HADAMARD:
+            x = round_to_bf16(x)
+    if FP4_STEP:
+        x = fp4_fake_quantise(x, ROWS)
+
+    if GATE_BF16:
+        gate = bf16_code_to_fp32(tl.load(gate_ptr + r, mask=mask, other=0))
+    else:
+        gate = tl.load(gate_ptr + r, mask=mask, other=0.0)
+    gate = gate * gate_scale
+    if FMT == "bf16":
+        tl.store(codes_ptr + r[:, None] * 128 + cols, fp32_to_bf16_code(x), mask=mask[:, None])
+    elif FMT == "e4m3":
+        codes, scale = quantise_e4m3(x, amax_floor, POWER_OF_TWO)
+        tl.store(codes_ptr + r[:, None] * 128 + cols, codes, mask=mask[:, None])
+        tl.store(scales_ptr + r, scale, mask=mask)
+        gate = gate * scale
+    else:
+        packed, byte = quantise_e2m1(x, amax_floor, TIES_DOWN, ROWS)
+        tl.store(codes_ptr + r[:, None] * 64 + tl.arange(0, 64)[None, :], packed, mask=mask[:, None])
+        tl.store(scales_ptr + r[:, None] * 4 + tl.arange(0, 4)[None, :], byte, mask=mask[:, None])
+    tl.store(gate_out_ptr + r, gate, mask=mask)
+
+
+def quantise_query(
+    q: Tensor,
+    gate: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    gate_scale: float,
+    fmt: str = "e4m3",
+    scale: str = "fp32",
+    amax_floor: float | None = None,
+    ties: str = "even",
+    hadamard: bool = True,
+    fp4_step: bool = False,
+    round_bf16: Collection[str] = QUERY_STAGES,
+) -> QuantisedQuery:
+    """Turn, rotate and quantise index queries.
+
+    q: bf16 [T, H, 128]; gate: bf16 or fp32 [T, H]; cos, sin: fp32 [T, 32], line t for the position of token
+    t. gate_scale: the constant in front of the gates (128^-0.5 * H^-0.5 in V4). The returned gate is fp32
+    (gate * gate_scale), times the query's scale for e4m3. fmt, scale, amax_floor, ties, hadamard, fp4_step as
+    in `store_key`; round_bf16 is a subset of QUERY_STAGES ("hadamard" counts only with hadamard=True).
+
+    A NaN or inf in a row makes its scale (and an e4m3 row's gate) NaN.
+    Formulas: DeepSeek-V4 inference code; the folded gate is SGLang's and DeepGEMM's `weights`.
+    Raises ValueError for other shapes, dtypes or choices.
+    """
+    form = page_format(fmt)
+    check_choice("scale", scale, ("fp32", "ue8m0"))
+    check_choice("ties", ties, ("even", "down"))
+    check_stages(round_bf16, QUERY_STAGES)
+    check_tensor("q", q, torch.bfloat16, (None, None, HEAD_DIM))
+    tokens, heads = q.shape[0], q.shape[1]
+    check_tensor("gate", gate, (torch.bfloat16, torch.float32), (tokens, heads))
+    check_tensor("cos", cos, torch.float32, (tokens, 32))
+    check_tensor("sin", sin, torch.float32, (tokens, 32))
+    check_devices(q=q, gate=gate, cos=cos, sin=sin)
+    floor = scale_floor(form.name, amax_floor)
+
+    codes = torch.empty(tokens, heads, form.codes_width, dtype=form.codes_dtype, device=q.device)
+    scales = {
+        "e4m3": torch.empty(tokens, heads, dtype=torch.float32, device=q.device),
+        "e2m1": torch.empty(tokens, heads, 4, dtype=torch.uint8, device=q.device),
+        "bf16": None,
+    }[form.name]
+    gate_out = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    rows = tokens * heads
+    if rows:
+        gate_bf16 = gate.dtype == torch.bfloat16
+        quantise_query_kernel[(triton.cdiv(rows, ROWS),)](
+            q.view(torch.int16),
+            gate.view(torch.int16) if gate_bf16 else gate,
+            cos,
+            sin,
+            codes.view(torch.int16 if form.name == "bf16" else torch.uint8),
+            gate_out if scales is None else scales,
+            gate_out,
+            rows,
+            heads,
+            gate_scale,
+            floor,
+            FMT=form.name,
+            POWER_OF_TWO=scale == "ue8m0",
+            TIES_DOWN=ties == "down",
+            FP4_STEP=fp4_step,
+            HADAMARD=hadamard,
+            ROUND_ROPE="rope" in round_bf16,
+            ROUND_HADAMARD="hadamard" in round_bf16,
+            GATE_BF16=gate_bf16,
+            ROWS=ROWS,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return QuantisedQuery(codes=codes, scales=scales, gate=gate_out)

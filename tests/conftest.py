@@ -1,0 +1,38 @@
+"""What all tests share: one torch thread a worker (the workers already use the cores), and helper modules."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+def _load(name):
+    """A helper module beside the tests, which importlib mode cannot import by name."""
+    path = Path(__file__).parent / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def support():
+    """The module tests/support.py: small random layers and bitwise comparison."""
+    return _load("support")
+
+
+@pytest.fixture(scope="session")
+def oracle():
+    """The module tests/oracles/numpy_indexer.py: the whole indexer once more, in slow numpy."""
+    return _load("oracles/numpy_indexer")
+
+
+@pytest.fixture(scope="session")
+def mini() -> Path:
+    """The trained miniature checkpoint with its trace."""
+    return Path(__file__).parent.parent / "fixtures" / "mini-v4"

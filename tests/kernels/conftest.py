@@ -1,0 +1,32 @@
+"""The kernels' tests: interpreted on the CPU, and the same tests compiled where there is a CUDA device.
+
+Triton decides when a kernel is decorated, so the variable is set before anything imports triton.
+"""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items):
+    """Tests of shapes that only a GPU can do say what they miss."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device: Flash shapes take hours in Triton's interpreter")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
