@@ -28,13 +28,18 @@ Checkpoint = Annotated[Path, typer.Option(help="Checkpoint directory in the rele
 def main() -> None:
     """Entry point: runs the app and turns user errors into one line and an exit code."""
     try:
-        app()
+        raise SystemExit(app(standalone_mode=False))
     except InputError as error:
         _fail(str(error), 2)
     except EnvironmentMissing as error:
         _fail(str(error), 3)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
+    except Exception as error:
+        # typer may carry its own copy of click, so its usage errors are known by what they can do
+        if not hasattr(error, "format_message"):
+            raise
+        _fail(error.format_message(), error.exit_code)  # type: ignore[attr-defined]
 
 
 def _fail(message: str, code: int) -> None:

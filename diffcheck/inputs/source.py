@@ -1,133 +1,281 @@
-"""Inputs out of a trace file: hidden states, and the needles that were marked in them.
+"""Recorded inputs: x, qr and needles of a trace file, checked against the checkpoint before any work is done.
 
-Everything that can be wrong with a trace is found here, before any work: a width that the checkpoint does not have, a
-layer that is not there, NaN or inf, needles outside the text. x and qr are bf16 in a model; fp32 in a file is rounded
-once, and a note says so.
+Only the tensors that are inputs are read (a trace may hold gigabytes of scores). Everything that does not fit
+is an InputError of one line that says what was found and what was expected.
 
-`needle_queries` holds token positions whose answer is a needle, `needle_positions` the token where each one's record
-begins and `needle_lengths` its tokens.
+A needle is a record of some tokens that a query must find again: top-level `needle_queries` and
+`needle_positions` (token positions of the query and of the record's first token), and `needle_lengths` in
+tokens where known.
+
+`choose_queries` decides which rows of a sequence are compared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..refimpl import IndexerConfig, InputError, Trace, load_traces
+from ..refimpl.compressor import WINDOW
+from ..refimpl.config import IndexerConfig
+from ..refimpl.errors import InputError
+from ..refimpl.scoring import visible_entries
+from ..refimpl.trace import SCHEMA
 
 DEFAULT_NEEDLE_TOKENS = 5
-"""Tokens of a record where the file does not say: a marker, a key and a value of two tokens each, which is the
-shortest record that a key-value needle test plants."""
+"""Length of a record whose trace does not say: the shortest one, a marker, a key of two tokens, a value of
+two.
+
+A longer record is then judged by its first five tokens, that is by two entries, or three when it starts
+unaligned.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needle:
-    """A record of tokens first_token .. last_token (both included) that the token at position `query` should find."""
+    """Token positions: `query` must find the record of the tokens first_token .. last_token."""
 
     query: int
     first_token: int
     last_token: int
 
+    @property
+    def entries(self) -> range:
+        """Entries whose own window holds one of the record's tokens."""
+        return range(self.first_token // WINDOW, self.last_token // WINDOW + 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputs:
-    """One layer's x [T, hidden] and qr [T, q_lora], bf16; `start` is the position of the first token."""
+    """One layer's inputs: x bf16 [T, hidden], qr bf16 [T, q_lora]; token i of them is at position start + i.
 
-    x: Tensor = field(repr=False)
-    qr: Tensor = field(repr=False)
+    needles have absolute positions. source says where the inputs come from, notes what was done to them.
+    """
+
+    x: Tensor = field(repr=False, compare=False)
+    qr: Tensor = field(repr=False, compare=False)
     start: int = 0
     needles: tuple[Needle, ...] = ()
     source: str = ""
     notes: tuple[str, ...] = ()
 
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.x.shape[0]
+
 
 def load_inputs(
-    path: Path, config: IndexerConfig, layers: list[int], *, strict: bool = True
+    path: str | Path,
+    config: IndexerConfig,
+    layers: Sequence[int] | None = None,
+    *,
+    strict: bool = True,
+    needle_tokens: int = DEFAULT_NEEDLE_TOKENS,
 ) -> dict[int, LayerInputs]:
-    """x, qr and needles of `layers` out of a trace file; with strict=False, of those of them that it holds.
+    """The inputs of `layers` (all layers of the file by default) from a trace, by layer number.
 
-    Raises InputError, one line, for anything that does not fit the checkpoint.
+    strict: every one of `layers` must be there; otherwise those of them that the file holds are enough, at
+    least one. needle_tokens: length of a record when the file has no `needle_lengths`. x and qr may be fp32;
+    they are rounded to bf16 once, which is noted.
+
+    Raises InputError when the file is absent, broken or of another schema; when it lacks a layer, or x or qr
+    of it; when a layer has no indexer in `config`; when widths, row numbers or dtypes do not fit; when x or
+    qr holds NaN or inf; when needle tensors are incomplete, of different length or out of range; when it
+    holds several requests.
     """
-    if strict:
-        traces = load_traces(path, layers)
-    else:
-        traces = load_traces(path)
-        foreign = sorted(set(traces) - set(config.indexer_layers))
-        if foreign:
-            raise InputError(
-                f"{path}: holds layer {foreign[0]}, which has no indexer in this checkpoint; expected layers among "
-                f"{list(config.indexer_layers)}"
-            )
-        traces = {layer: trace for layer, trace in traces.items() if layer in layers}
-        if not traces:
-            raise InputError(f"{path}: holds none of the layers {layers}")
-    return {layer: _layer_inputs(path, config, trace) for layer, trace in sorted(traces.items())}
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such file, expected a trace (safetensors)")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return _load(path, file, config, layers, strict, needle_tokens)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: not readable as safetensors ({error})") from None
 
 
-def _layer_inputs(path: Path, config: IndexerConfig, trace: Trace) -> LayerInputs:
-    where = f"{path}: layers.{trace.layer}"
-    notes: list[str] = []
-    tensors = {}
-    for name, width, what in (("x", config.hidden_size, "hidden size"), ("qr", config.q_lora_rank, "q_lora rank")):
-        if name not in trace:
-            raise InputError(f"{where} has no {name}, expected [T, {width}] bf16")
-        tensor = trace[name]
-        if tensor.dim() != 2 or tensor.shape[1] != width:
-            raise InputError(f"{where}.{name} has shape {list(tensor.shape)}, expected [T, {width}]: the checkpoint's {what}")
-        if tensor.dtype not in (torch.bfloat16, torch.float32):
-            raise InputError(f"{where}.{name} has dtype {tensor.dtype}, expected bfloat16 (or float32)")
-        bad = (~tensor.isfinite()).any(1).nonzero()
-        if len(bad):
-            raise InputError(f"{where}.{name} has NaN or inf in row {int(bad[0])}, expected finite values")
-        if tensor.dtype == torch.float32:
-            notes.append(f"{name} is fp32 in the trace and was rounded to bf16")
-        tensors[name] = tensor.bfloat16()
-    if len(tensors["x"]) != len(tensors["qr"]) or len(tensors["x"]) < 4:
+def _load(
+    path: Path,
+    file: Any,
+    config: IndexerConfig,
+    layers: Sequence[int] | None,
+    strict: bool,
+    needle_tokens: int,
+) -> dict[int, LayerInputs]:
+    metadata: dict[str, str] = file.metadata() or {}
+    if metadata.get("schema") != SCHEMA:
+        raise InputError(f"{path}: schema is {metadata.get('schema')!r}, expected {SCHEMA!r}")
+    start_text = metadata.get("start_position", "0")
+    if not start_text.isdecimal():
+        raise InputError(f"{path}: start_position is {start_text!r}, expected a number of tokens")
+    start, names = int(start_text), set(file.keys())
+    present = {
+        int(parts[1])
+        for parts in (n.split(".", 2) for n in names)
+        if len(parts) == 3 and parts[1].isdecimal()
+    }
+    wanted = sorted(present if layers is None else set(layers))
+    if layers is not None and not strict:
+        _check_indexer(path, config, sorted(present))
+        wanted = [layer for layer in wanted if layer in present]
+    if not wanted:
+        asked = "" if layers is None else f" of {sorted(layers)}"
         raise InputError(
-            f"{where} has {len(tensors['x'])} rows of x and {len(tensors['qr'])} of qr, expected the same number, at least 4"
+            f"{path}: holds no layer{asked}, expected layers.N.x and layers.N.qr; it has {sorted(present)}"
         )
-    needles = _needles(path, trace, trace.start + len(tensors["x"]))
-    source = trace.metadata.get("source", "")
-    return LayerInputs(**tensors, start=trace.start, needles=needles, source=source, notes=tuple(notes))
+    _check_indexer(path, config, wanted)
+    # shapes come from the header, so everything that can be wrong with them is found before a tensor is read
+    rows = {layer: _check_header(path, file, names, present, config, layer) for layer in wanted}
+    if len(set(rows.values())) > 1:
+        raise InputError(f"{path}: layers have {rows} tokens, expected the same number in each")
+    needles = _needles(path, file, names, start, rows[wanted[0]], needle_tokens)
+    loaded = {}
+    for layer in wanted:
+        notes: list[str] = []
+        x, qr = (_read(path, file, f"layers.{layer}.{name}", notes) for name in ("x", "qr"))
+        loaded[layer] = LayerInputs(
+            x=x,
+            qr=qr,
+            start=start,
+            needles=needles,
+            source=metadata.get("source", ""),
+            notes=tuple(notes),
+        )
+    return loaded
 
 
-def _needles(path: Path, trace: Trace, length: int) -> tuple[Needle, ...]:
-    names = ("needle_queries", "needle_positions", "needle_lengths")
-    found = {name: trace.shared[name].long().flatten() for name in names if name in trace.shared}
-    if not found:
-        return ()
-    if "needle_queries" not in found or "needle_positions" not in found:
-        raise InputError(f"{path}: has {', '.join(found)}, expected both needle_queries and needle_positions")
-    count = len(found["needle_queries"])
-    lengths = found.get("needle_lengths", torch.full((count,), DEFAULT_NEEDLE_TOKENS))
-    if len(found["needle_positions"]) != count or len(lengths) != count:
+def _check_indexer(path: Path, config: IndexerConfig, layers: Iterable[int]) -> None:
+    foreign = [layer for layer in layers if layer not in config.indexer_layers]
+    if foreign:
+        have = ", ".join(map(str, config.indexer_layers))
         raise InputError(
-            f"{path}: {count} needle_queries, {len(found['needle_positions'])} needle_positions and {len(lengths)} "
-            "needle_lengths, expected equally many"
+            f"{path}: layer {foreign[0]} has no indexer in this checkpoint, expected layers among {have}"
+        )
+
+
+def _check_header(
+    path: Path, file: Any, names: set[str], present: set[int], config: IndexerConfig, layer: int
+) -> int:
+    """Number of rows of a layer whose names and shapes are right."""
+    rows = []
+    for name, width in (("x", config.hidden_size), ("qr", config.q_lora_rank)):
+        key = f"layers.{layer}.{name}"
+        if key not in names:
+            raise InputError(f"{path}: no tensor {key}, expected it; the file has layers {sorted(present)}")
+        shape = file.get_slice(key).get_shape()
+        if len(shape) != 2 or shape[1] != width or shape[0] < WINDOW:
+            raise InputError(
+                f"{path}: {key} has shape {shape}, expected [T, {width}] as the checkpoint's config says"
+            )
+        rows.append(int(shape[0]))
+    if rows[0] != rows[1]:
+        raise InputError(
+            f"{path}: layer {layer} has {rows[0]} rows of x and {rows[1]} of qr, expected the same number"
+        )
+    if "requests" in names:
+        bounds = file.get_tensor("requests").flatten().tolist()
+        if bounds != [0, rows[0]]:
+            raise InputError(
+                f"{path}: holds {len(bounds) - 1} requests over {rows[0]} tokens, expected one request "
+                "(write one file each: scores do not cross requests)"
+            )
+    return rows[0]
+
+
+def _read(path: Path, file: Any, key: str, notes: list[str]) -> Tensor:
+    tensor: Tensor = file.get_tensor(key)
+    if tensor.dtype not in (torch.bfloat16, torch.float32):
+        raise InputError(f"{path}: {key} has dtype {tensor.dtype}, expected torch.bfloat16 or torch.float32")
+    rounded = tensor.bfloat16()
+    if tensor.dtype == torch.float32:
+        notes.append(f"{key} was fp32 and is rounded to bf16")
+    # after the rounding, which turns the largest fp32 values into inf
+    bad = ~rounded.isfinite().all(dim=1)
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise InputError(
+            f"{path}: {key} holds NaN or inf, first in row {row}, expected finite values (bf16 range)"
+        )
+    return rounded
+
+
+def _needles(
+    path: Path, file: Any, names: set[str], start: int, length: int, needle_tokens: int
+) -> tuple[Needle, ...]:
+    """Needles of the file; every one inside the sequence, its record before its query."""
+    given = {name: name in names for name in ("needle_queries", "needle_positions", "needle_lengths")}
+    if not any(given.values()):
+        return ()
+    for name in ("needle_queries", "needle_positions"):
+        if not given[name]:
+            raise InputError(f"{path}: no tensor {name}, expected it beside the other needle tensors")
+    columns = [_integers(path, file, name) for name in given if given[name]]
+    if not given["needle_lengths"]:
+        if needle_tokens < 1:
+            raise InputError(f"needle_tokens is {needle_tokens}, expected at least 1")
+        columns.append([needle_tokens] * len(columns[1]))
+    queries, positions, lengths = columns
+    if not len(queries) == len(positions) == len(lengths):
+        raise InputError(
+            f"{path}: {len(queries)} needle_queries, {len(positions)} needle_positions and {len(lengths)} "
+            "needle_lengths, expected the same number"
         )
     needles = []
-    for query, first, tokens in zip(found["needle_queries"].tolist(), found["needle_positions"].tolist(), lengths.tolist(), strict=True):
-        if not (0 <= first and tokens >= 1 and first + tokens <= length and 0 <= query < length):
+    for i, (query, first, tokens) in enumerate(zip(queries, positions, lengths, strict=True)):
+        last = first + tokens - 1
+        if not start <= query < start + length:
             raise InputError(
-                f"{path}: needle at tokens {first}..{first + tokens - 1} with query {query}, expected positions in 0..{length - 1}"
+                f"{path}: needle_queries[{i}] is {query}, expected one of {start}..{start + length - 1}"
             )
-        needles.append(Needle(query=query, first_token=first, last_token=first + tokens - 1))
+        if tokens < 1:
+            raise InputError(f"{path}: needle_lengths[{i}] is {tokens}, expected at least 1 token")
+        if first < 0 or last > query:
+            raise InputError(
+                f"{path}: needle {i} covers tokens {first}..{last}, expected a record in 0..{query}, its query"
+            )
+        needles.append(Needle(query=query, first_token=first, last_token=last))
     return tuple(needles)
 
 
-def choose_queries(length: int, k: int, count: int, must_include: list[int]) -> Tensor:
-    """Query rows to compare: int64 positions, ascending and unique; all of `must_include`, the rest spread evenly.
+def _integers(path: Path, file: Any, name: str) -> list[int]:
+    tensor: Tensor = file.get_tensor(name)
+    if tensor.dim() != 1 or tensor.is_floating_point():
+        raise InputError(
+            f"{path}: {name} is {tensor.dtype} of shape {list(tensor.shape)}, expected a list of integers"
+        )
+    return [int(value) for value in tensor.tolist()]
 
-    They are spread over the tokens that see more than k entries (over all tokens where none does). Exactly
-    min(count, available) of them, or more if `must_include` alone is more.
+
+def choose_queries(
+    length: int, k: int, count: int, must_include: Iterable[int] = (), *, start: int = 0
+) -> Tensor:
+    """Which rows to compare: int64 token positions, ascending, all different.
+
+    All of must_include (needle queries), filled up to `count` with rows spread evenly over those that see
+    more than k entries, the last row among them; over all rows when none does. Fewer when there are not that
+    many, more only when must_include alone is larger. Positions run from start to start + length - 1.
+
+    Raises InputError when length or count is not positive or a position of must_include is outside.
     """
-    first = 4 * (k + 1) - 1
-    candidates = range(first if first < length else 0, length)
-    chosen = set(must_include)
-    wanted = max(0, count - len(chosen))
-    free = [t for t in candidates if t not in chosen]
-    picks = torch.linspace(0, len(free) - 1, min(wanted, len(free))).round().long().tolist() if free else []
-    return torch.tensor(sorted(chosen | {free[i] for i in picks}), dtype=torch.int64)
+    if length < 1 or count < 1:
+        raise InputError(f"length is {length} and count {count}, expected at least 1 of each")
+    positions = torch.arange(start, start + length)
+    must = torch.tensor(sorted({int(query) for query in must_include}), dtype=torch.int64)
+    outside = must[(must < start) | (must >= start + length)]
+    if outside.numel():
+        raise InputError(
+            f"query {int(outside[0])} is outside, expected a position in {start}..{start + length - 1}"
+        )
+    selective = positions[visible_entries(positions) > k]
+    pool = selective if selective.numel() else positions
+    free = pool[~torch.isin(pool, must)]
+    wanted = min(max(count - must.numel(), 0), free.numel())
+    # step >= 1, so no position comes twice; counted from the end, so that the longest context is always there
+    steps = torch.arange(wanted) * free.numel() // max(wanted, 1)
+    return torch.cat((must, free.flip(0)[steps])).sort().values

@@ -427,6 +427,8 @@ def test_ranks() -> None:
     assert got.tolist() == [[1, 0, 1, 3, 4, -1, -1]]
     with pytest.raises(AssertionError):
         m.ranks(scores=scores, visible=torch.tensor([5]), entries=ints([6]))
+    close = floats([1, 1 + 2**-40], dtype=torch.float64)  # the same in fp32
+    assert m.ranks(scores=close, visible=torch.tensor([2]), entries=ints([0, 1])).tolist() == [[1, 0]]
 
 
 @examples
@@ -514,18 +516,22 @@ def test_survival() -> None:
 
 
 def test_survival_edges_are_exact() -> None:
-    # 0.1 * 70 is 7.000000000000001 in floats; rank 7 belongs to the second bin
+    # rank 7 is a tenth of k = 70 exactly and belongs to the second bin
     got = m.survival(
         selected=ints([7]), target_scores=-torch.arange(71.0)[None], visible=torch.tensor([71]), k=70
     )
     assert [b.n for b in got] == [7, 11, 17, 18, 10, 7, 1]
     assert [b.p for b in got][:2] == [0, 1 / 11]
+    for k in range(1, 4097):  # no product is rounded across a whole number
+        percents = [round(100 * edge) for edge in m.BIN_EDGES]
+        assert [math.ceil(edge * k) for edge in m.BIN_EDGES] == [
+            -(-percent * k // 100) for percent in percents
+        ]
 
 
 def test_survival_with_ties() -> None:
     # k = 2, edges 1 (0.1, 0.25, 0.5 of 2 all round up to 1), 2, 2, 2, 3. Scores 5 | 4 4 4 | 1: the three 4s
-    # share rank 1 and are all in [0.5, 0.75); 1 has rank 4, beyond 1.5 k. A correct S holds 5 and one of the
-    # 4s.
+    # share rank 1 and are in [0.5, 0.75); 1 has rank 4, beyond 1.5 k. A correct S holds 5 and one of them.
     args = {"target_scores": floats([5, 4, 4, 4, 1, NAN]), "k": 2}
     got = m.survival(selected=ints([0, 2]), visible=torch.tensor([6]), **args)
     assert [b.n for b in got] == [1, 0, 0, 3, 0, 0, 0]
@@ -536,21 +542,20 @@ def test_survival_with_ties() -> None:
 
 
 def test_survival_interval_and_vacuous() -> None:
-    # Four rows, blocks of two: the first two keep all of k, the others nothing, so a resample gives 0, 1/2 or
-    # 1.
-    scores = -torch.arange(6.0).expand(4, 6)
-    selected = ints([0, 1], [0, 1], [-1, -1], [-1, -1])
+    # 16 rows make blocks of four. The first two blocks keep both entries of k = 2, the others nothing. All four
+    # draws are of one kind with a chance of 1/16 each, so the interval is 0 to 1. Single rows would not do that.
+    scores = -torch.arange(6.0).expand(16, 6)
+    selected = ints([0, 1]).repeat(16, 1)
+    selected[8:] = -1
     args = {"selected": selected, "target_scores": scores, "k": 2}
-    got = m.survival(**args, visible=torch.full((4,), 6))
-    assert (got[0].p, got[0].ci) == (0.5, (0, 1))
-    assert got == m.survival(**args, visible=torch.full((4,), 6))
-    # five sequences or more are resampled whole, each by its own row here, and only rows that count
-    twice = {name: torch.cat([x, x]) for name, x in args.items() if isinstance(x, Tensor)}
-    visible = torch.tensor([6, 6, 6, 6, 6, 2, 2, 2])
-    by_row = m.survival(**twice, k=2, visible=visible, sequences=torch.arange(8))
-    assert (by_row[0].n, by_row[0].p) == (5, 3 / 5)
-    assert by_row[0].ci == pytest.approx((1 / 5, 1))
-    none = m.survival(**args, visible=torch.full((4,), 2))
+    got = m.survival(**args, visible=torch.full((16,), 6))
+    assert (got[0].p, got[0].n, got[0].ci) == (0.5, 16, (0, 1))
+    assert got == m.survival(**args, visible=torch.full((16,), 6))
+    # Five sequences or more are resampled whole, here each a row, and only those that count: 4 … 11.
+    visible = torch.tensor([2] * 4 + [6] * 8 + [2] * 4)
+    by_row = m.survival(**args, visible=visible, sequences=torch.arange(16))
+    assert (by_row[0].p, by_row[0].n, by_row[0].ci) == (0.5, 8, (0.125, 0.875))
+    none = m.survival(**args, visible=torch.full((16,), 2))
     assert [(b.p, b.n, b.ci) for b in none] == [(None, 0, None)] * 7
 
 

@@ -22,8 +22,8 @@ IDEAL_TOLERANCE = 1e-5
 FLOOR = 1e-4
 E2M1_FLOOR = 6 * 2.0**-126
 
-# Hadamard on q and k, FP4 step on q and k, q's and k's format (element, block, scale, ties, amax floor), bytes
-# an entry, what q is rounded to after the projection, RoPE and Hadamard, what k is rounded to after GEMM, sum,
+# Hadamard on q and k, FP4 step on q and k, formats of q and k (element, block, scale, ties, floor), bytes an
+# entry, what q is rounded to after projection, RoPE and Hadamard, what k is rounded to after GEMM, sum,
 # pool, norm, RoPE and Hadamard, what the gate and the scores are rounded to
 BF = ("bf16", None, None, None, None)
 FP32_K, REFERENCE_K = ("none",) * 6, ("none", "none", "bf16", "bf16", "bf16", "bf16")

@@ -311,7 +311,7 @@ def test_quantise_query_is_its_recipe(name, heads, device):
 )
 @pytest.mark.parametrize("fp4_step", [False, True])
 def test_ties_are_the_recipes(ties, rounded, fp4_step, device):
-    """Every midpoint of e2m1, in a row that no rotation touches; the FP4 step is ties to even in any recipe."""
+    """Every midpoint of e2m1 in a row that no rotation touches; the FP4 step is ties to even anyway."""
     midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])  # 6 makes the scale 1
     q = torch.cat((midpoints, -midpoints)).repeat(8).bfloat16().expand(1, 16, 128).contiguous()
     ones, zeros = torch.ones(1, 32, device=device), torch.zeros(1, 32, device=device)

@@ -1,0 +1,254 @@
+"""The command line as a user meets it: exit codes, one-line errors, what is printed, what is written."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from diffcheck.cli import main
+from diffcheck.gates import NUMERIC_FIELDS
+from diffcheck.refimpl import Trace, save_traces
+
+QUICK = ["--layers", "4", "--queries", "24", "--precision", "reference,fp8", "--theta", "checkpoint,10000"]
+CASE_FIELDS = (
+    "layer precision theta backend length queries k visible vacuous jaccard jaccard_tied jaccard_kernel recall_mean "
+    "recall_p1 recall_worst jaccard_ideal needle_rank_reference needle_rank needle_selected survival score_rel_error "
+    "format_error kernel_error first_stage bytes_per_entry verdict"
+).split()
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Runs the command line in this process; returns (exit code, stdout, stderr)."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["diffcheck", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out, err = capsys.readouterr()
+        return stop.value.code or 0, out, err
+
+    return call
+
+
+def one_line_error(result, *parts, code=2):
+    status, _, err = result
+    lines = err.strip().splitlines()
+    assert status == code, err
+    assert len(lines) <= 3, err
+    assert "Traceback" not in err
+    for part in parts:
+        assert part in err
+    return True
+
+
+def test_run_prints_and_writes(cli, mini, tmp_path):
+    path = tmp_path / "out.json"
+    status, out, err = cli("run", "--checkpoint", mini, *QUICK, "--json", path)
+    assert status == 0
+    assert "fp8: Jaccard" in out
+    assert "what if theta were 10000" in out
+    assert "stage evaluations were shared" in out
+    assert err.count("layer 4 fp8") == 2  # plain progress lines where there is no terminal
+    report = json.loads(path.read_text())
+    assert report["schema_version"] == 1
+    assert len(report["cases"]) == 4
+    for case in report["cases"]:
+        assert set(CASE_FIELDS) <= set(case)
+        assert set(NUMERIC_FIELDS) <= set(case)
+        assert all(set(b) == {"lo", "hi", "p", "n", "ci"} for b in case["survival"])
+    fp8 = report["cases"][2]
+    assert (fp8["layer"], fp8["precision"], fp8["theta"], fp8["backend"]) == (4, "fp8", 160000.0, "emulated")
+    assert (fp8["length"], fp8["k"], fp8["visible"], fp8["bytes_per_entry"]) == (4096, 64, 1024, 132)
+    assert len(fp8["needle_rank"]) == 16
+    assert report["cases"][3]["theta"] == 10000.0
+    assert report["cases"][3]["replaced"]["k_theta"] == 10000.0
+    assert report["stage_evaluations"]["computed"] < report["stage_evaluations"]["asked"]
+    assert report["environment"]["packages"]["torch"] == torch.__version__.split("+")[0] or report["environment"]
+    assert report["checkpoint"]["sources"]["compress_rope_theta"] == "checkpoint: compress_rope_theta"
+
+
+def test_same_seed_same_numbers(cli, mini, tmp_path):
+    documents = []
+    for name in ("a", "b"):
+        path = tmp_path / name
+        cli("run", "--checkpoint", mini, *QUICK, "--length", "1200", "--seed", "7", "--json", path)
+        cases = json.loads(path.read_text())["cases"]
+        documents.append([{k: v for k, v in case.items() if k != "seconds"} for case in cases])
+    assert documents[0] == documents[1]
+
+
+def test_gates_decide_the_exit_code(cli, mini):
+    command = ["run", "--checkpoint", mini, *QUICK, "--gate"]
+    assert cli(*command, "jaccard_kernel>=0.999")[0] == 0
+    status, out, _ = cli(*command, "jaccard>=0.99")
+    assert status == 1
+    assert "layer 4 fp8 theta checkpoint: jaccard 0." in out
+    assert "theta 10000: jaccard" not in out  # what-if cases do not count
+    status, out, _ = cli(*command, "jaccard>=0.5", "--gate-what-if")
+    assert status == 0
+    status, out, _ = cli(*command, "jaccard>=0.85", "--gate-what-if")
+    assert status == 1
+    assert "theta 10000: jaccard" in out
+
+
+def test_short_input_is_called_vacuous(cli, mini):
+    status, out, _ = cli("run", "--checkpoint", mini, *QUICK, "--length", "256")
+    assert status == 0
+    assert "vacuous: no query sees more than 64 entries" in out
+    status, out, _ = cli("run", "--checkpoint", mini, *QUICK, "--length", "256", "--gate", "jaccard>=0.5")
+    assert status == 1
+    assert "nothing was measured" in out
+
+
+def test_recipe_file_and_synthetic_needles(cli, mini, tmp_path):
+    recipe = mini.parent / "recipes" / "hadamard-on-queries-only.toml"
+    status, out, _ = cli(
+        "run", "--checkpoint", mini, *QUICK, "--recipe", recipe, "--length", "1500",
+        "--needle-depth", "0.5", "--needle-strength", "0.5",
+    )  # fmt: skip
+    assert status == 0
+    assert "q-only-hadamard" in out
+    assert "k_hadamard" in out  # the first stage that differs
+
+
+def test_dry_run_computes_nothing(cli, mini, tmp_path):
+    status, out, err = cli("run", "--checkpoint", mini, "--dry-run", "--json", tmp_path / "no.json")
+    assert status == 0
+    assert "24 cases" in out
+    assert "bytes of weights to read" in out
+    assert not (tmp_path / "no.json").exists()
+    assert err == ""
+
+
+def test_list_presets_and_version(cli, mini):
+    status, out, _ = cli("run", "--list-presets")
+    assert status == 0
+    assert "sglang-fp8" in out
+    assert "llama.cpp" in out
+    assert cli("--version")[1].startswith("diffcheck 0.")
+
+
+def test_inspect(cli, mini):
+    status, out, _ = cli("inspect", "--checkpoint", mini)
+    assert status == 0
+    assert "compress_rope_theta" in out
+
+
+def test_fixture_then_run(cli, tmp_path):
+    directory = tmp_path / "made"
+    assert cli("fixture", directory, "--like", "mini", "--seed", "3")[0] == 0
+    status, out, _ = cli("run", "--checkpoint", directory, "--precision", "fp8", "--theta", "checkpoint", "--queries", "16")
+    assert status == 0
+    assert "made-up hidden states" in out
+    one_line_error(cli("fixture", directory), "expected")
+
+
+BAD = [
+    (["--layers", "3"], ["layer 3", "128"]),
+    (["--layers", "99"], ["layer 99"]),
+    (["--layers", "two"], ["--layers", "two"]),
+    (["--layers", "-2"], ["--layers"]),
+    (["--precision", "fp9"], ["fp9", "sglang-fp8"]),
+    (["--precision", ""], ["at least one precision"]),
+    (["--backend", "cuda"], ["unknown backend", "triton"]),
+    (["--theta", "0"], ["--theta", "'0'"]),
+    (["--theta", "ten"], ["--theta", "'ten'"]),
+    (["--length", "3"], ["--length", "at least 4"]),
+    (["--queries", "0"], ["--queries"]),
+    (["--length", "64", "--queries", "65"], ["--queries", "64 tokens"]),
+    (["--gate", "jacard>1"], ["jacard"]),
+    (["--gate", "jaccard"], ["FIELD OP NUMBER"]),
+    (["--recipe", "nowhere.toml"], ["nowhere.toml", "no such file"]),
+    (["--trace", "nowhere.safetensors"], ["nowhere.safetensors", "no such file"]),
+    (["--trace", "x", "--length", "64"], ["exclude each other"]),
+    (["--device", "tpu"], ["--device", "tpu"]),
+    (["--json", "/nowhere/at/all.json"], ["--json", "/nowhere/at/all.json"]),
+    (["--needle-depth", "0.5"], ["--needle-depth"]),
+    (["--needle-depth", "2", "--length", "1000"], ["--needle-depth", "0 to 1"]),
+    (["--needle-strength", "0", "--length", "100"], ["no needle can be lost"]),
+    (["--seed", "x"], ["--seed"]),
+    (["--nonsense"], ["--nonsense"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "parts"), BAD, ids=[" ".join(a) for a, _ in BAD])
+def test_bad_usage(cli, mini, arguments, parts):
+    one_line_error(cli("run", "--checkpoint", mini, *arguments), *parts)
+
+
+def test_bad_checkpoints(cli, tmp_path, mini):
+    one_line_error(cli("run", "--checkpoint", tmp_path / "none"), "no such directory")
+    one_line_error(cli("run", "--checkpoint", tmp_path), "is empty")
+    one_line_error(cli("run", "--checkpoint", mini / "config.json"), "config.json", "expected a directory")
+    one_line_error(cli("inspect", "--checkpoint", tmp_path), "is empty")
+
+
+def test_missing_gpu_is_exit_3(cli, mini, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    one_line_error(cli("run", "--checkpoint", mini, "--device", "cuda"), "no CUDA device", code=3)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    one_line_error(cli("run", "--checkpoint", mini, "--backend", "triton"), "triton", "CUDA", code=3)
+
+
+class TestTraces:
+    """A trace that does not fit the checkpoint is refused before any work."""
+
+    @pytest.fixture
+    def good(self, mini):
+        trace = Trace.load(mini / "trace.safetensors", 4)
+        return {"x": trace["x"][:400], "qr": trace["qr"][:400]}
+
+    def run(self, cli, mini, tmp_path, tensors, layer=4, shared=None, **options):
+        path = tmp_path / "trace.safetensors"
+        save_traces(path, [Trace(tensors, layer=layer, shared=shared or {})])
+        return cli("run", "--checkpoint", mini, "--precision", "fp8", "--theta", "checkpoint", "--trace", path)
+
+    def test_good(self, cli, mini, tmp_path, good):
+        assert self.run(cli, mini, tmp_path, good)[0] == 0
+
+    def test_hidden_size(self, cli, mini, tmp_path, good):
+        result = self.run(cli, mini, tmp_path, good | {"x": good["x"][:, :128]})
+        one_line_error(result, "layers.4.x", "[400, 128]", "[T, 256]")
+
+    def test_q_lora(self, cli, mini, tmp_path, good):
+        one_line_error(self.run(cli, mini, tmp_path, good | {"qr": good["qr"][:, :64]}), "layers.4.qr", "[T, 128]")
+
+    def test_layer(self, cli, mini, tmp_path, good):
+        one_line_error(self.run(cli, mini, tmp_path, good, layer=3), "layer 3")
+
+    def test_nan(self, cli, mini, tmp_path, good):
+        x = good["x"].clone()
+        x[17, 3] = torch.nan
+        one_line_error(self.run(cli, mini, tmp_path, good | {"x": x}), "layers.4.x", "row 17")
+
+    def test_lengths(self, cli, mini, tmp_path, good):
+        one_line_error(self.run(cli, mini, tmp_path, good | {"qr": good["qr"][:300]}), "400", "300")
+
+    def test_needles(self, cli, mini, tmp_path, good):
+        shared = {"needle_queries": torch.tensor([400]), "needle_positions": torch.tensor([8])}
+        one_line_error(self.run(cli, mini, tmp_path, good, shared=shared), "400")
+
+    def test_schema(self, cli, mini, tmp_path, good):
+        from safetensors.torch import save_file
+
+        path = tmp_path / "other.safetensors"
+        save_file({"layers.4.x": good["x"].contiguous()}, path, metadata={"schema": "diffcheck-trace-9"})
+        one_line_error(cli("run", "--checkpoint", mini, "--trace", path), "diffcheck-trace-9", "diffcheck-trace-1")
+
+
+def test_a_lost_shard_is_named(cli, mini, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(mini, broken)
+    shard = broken / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:100_000])
+    one_line_error(cli("run", "--checkpoint", broken, "--layers", "2"), "model-00001-of-00002.safetensors")
+
+
+def test_module_entry_point():
+    done = subprocess.run([sys.executable, "-m", "diffcheck", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("diffcheck ")
