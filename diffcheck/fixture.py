@@ -1,5 +1,4 @@
-"""Checkpoints in the released layout, written from a seed: any geometry, real shapes included, no download
-needed.
+"""Checkpoints in the released layout, written from a seed: any geometry, real shapes included, no download.
 
 What is written is what the indexer needs and nothing else: config.json with the released keys, and for each
 chosen layer the seven `attn.indexer.*` tensors plus the norm and projection that make x and qr (`attn_norm`,
@@ -7,8 +6,8 @@ chosen layer the seven `attn.indexer.*` tensors plus the norm and projection tha
 F8_E8M0 scale per weight block, ape is F32, the rest BF16.
 
 The tensors come from `diffcheck.inputs.weights`: unfriendly as trained ones are, of the magnitudes of a
-trained model, and reading the same latent directions as the synthetic hidden states. The same arguments give the
-same bytes for one torch build, and a layer's tensors do not depend on which other layers are written.
+trained model, and reading the same latent directions as the synthetic hidden states. The same arguments give
+the same bytes for one torch build, and a layer's tensors do not depend on which other layers are written.
 
 Files appear under temporary names and are renamed once all are complete, the index last.
 """

@@ -188,7 +188,7 @@ def store_key(
     means that there is no previous window. A row outside kv makes the entry NaN. slots: int64 [E]; -1 (or a
     slot outside the pool) stores nothing. pages: uint8 [P, page_bytes] of format `fmt`.
 
-    fmt "e4m3" | "bf16" | "e2m1". scale (e4m3 only): "fp32" is max(amax, floor) * fp32(1/448), "ue8m0" that
+    fmt "e4m3" | "bf16" | "e2m1". scale (e4m3 only): "fp32" is max(amax, floor) / 448, "ue8m0" that
     rounded up to a power of two; codes are RNE(x / scale). e2m1 has one ue8m0 scale 2^ceil(log2(max(amax,
     floor) * fp32(1/6))) per 32 dims, and `ties` is "even" or "down" (toward zero). amax_floor: by default
     1e-4 (e4m3) or 6 * 2^-126 (e2m1). fp4_step: the reference's FP4 fake quantisation before the format.

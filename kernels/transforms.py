@@ -26,7 +26,6 @@ from .rounding import (
 _FP4_STEP_FLOOR = tl.constexpr(6.0 * 2.0**-126)
 _HADAMARD_NORM = tl.constexpr(128**-0.5)
 _ONE_SIXTH = tl.constexpr(1 / 6)
-_ONE_448TH = tl.constexpr(1 / 448)
 
 
 @triton.jit
@@ -91,16 +90,17 @@ def quantise_e2m1(x, amax_floor, TIES_DOWN: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def quantise_e4m3(x, amax_floor, POWER_OF_TWO: tl.constexpr):
-    """-> codes uint8 [ROWS, 128], scale fp32 [ROWS]: amax * (1/448), or that rounded up to a power of two.
+    """-> codes uint8 [ROWS, 128], scale fp32 [ROWS]: amax / 448, or that rounded up to a power of two.
 
-    A code is RNE(x / scale). A scale of 0 (zero row, floor 0) gives zero codes.
+    A code is RNE(x * (1 / scale)), division and product each rounded, as SGLang's store does; with a power of
+    two that is the quotient itself. A scale of 0 (zero row, floor 0) gives zero codes.
     """
     amax = at_least(amax_of(x, 1), amax_floor)
-    scale = amax * _ONE_448TH
+    scale = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))
     if POWER_OF_TWO:
         scale = ue8m0_to_fp32(ceil_power_of_two(scale))
     finite = fp32_bits(amax) < 0x7F80_0000
     scale = tl.where(finite, scale, fp32_of_bits(tl.full(amax.shape, 0x7FC0_0000, tl.int32)))
-    divisor = tl.where(scale == 0.0, 1.0, scale)[:, None]
-    divisor = tl.broadcast_to(divisor, x.shape)
-    return fp32_to_e4m3(tl.div_rn(x, divisor)).to(tl.uint8), scale
+    divisor = tl.where(scale == 0.0, 1.0, scale)
+    inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+    return fp32_to_e4m3(x * inverse[:, None]).to(tl.uint8), scale

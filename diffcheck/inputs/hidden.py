@@ -76,12 +76,8 @@ def _latents(basis: Basis, generator: torch.Generator) -> Tensor:
     switch = torch.rand(BLOCK, generator=generator) < 1 / TOPIC_LENGTH
     drawn = torch.randint(TOPICS, (BLOCK + 1,), generator=generator)
     topics = drawn[switch.cumsum(0)]
-    own = gaussian(BLOCK, basis.words.shape[1], generator=generator)
-    return (
-        TOPIC_ENERGY**0.5 * basis.topics[topics]
-        + WORD_ENERGY**0.5 * basis.words[words]
-        + OWN_ENERGY**0.5 * own
-    )
+    latent = TOPIC_ENERGY**0.5 * basis.topics[topics] + WORD_ENERGY**0.5 * basis.words[words]
+    return latent + OWN_ENERGY**0.5 * gaussian(BLOCK, basis.words.shape[1], generator=generator)
 
 
 def low_rank_query(basis: Basis, x: Tensor) -> Tensor:
@@ -93,4 +89,5 @@ def low_rank_query(basis: Basis, x: Tensor) -> Tensor:
 
 def _inverse_rms(rows: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    return (norm.square() / rows.shape[1] + NORM_EPS).rsqrt()
+    mean_square: Tensor = norm.square() / rows.shape[1]
+    return torch.rsqrt(mean_square + NORM_EPS)

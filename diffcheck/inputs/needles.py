@@ -236,8 +236,7 @@ class Planter:
             return self.ideal.measure(query, entry)
 
     def plant(self, *, query: int, depth: float, strength: float, lines: int = 1) -> PlantedNeedle:
-        """Plant a needle for token position `query` at `depth` (0 first entry, 1 last visible one); changes
-        self.x.
+        """Plant a needle for token position `query` at `depth` (0 first entry, 1 last visible); changes self.x.
 
         lines: how many straight lines may be tried in a row; 1 is the definition. Raises InputError when the
         row sees no more than index_topk entries (vacuous), the depth is outside 0..1, or the row's other
@@ -269,8 +268,13 @@ class Planter:
                 f"{place}: the best other score equals the {k}-th, expected a spread (index_topk > 1)"
             )
         before = rows = self.x[part].double()
-        shortest = SMALLEST_STEP * float(before.norm())
-        for taken in range(1, lines + 1):
+        shortest, taken, found = SMALLEST_STEP * float(before.norm()), 0, False
+        while not found:
+            if taken == lines:
+                raise Unreachable(
+                    f"{place}: no change up to {LARGEST_STEP:g} times its rows reaches strength "
+                    f"{plan.strength:g} in {lines} line(s), expected one nearer to 0, another depth or more lines"
+                )
             direction = self.ideal.gradient(query, entry, rows)
             length = float(direction.norm())
             if length == 0:
@@ -285,14 +289,7 @@ class Planter:
                 return score - (low + plan.strength * (high - low))
 
             alpha, found = find_crossing(excess, shortest / length)
-            rows = rows + alpha * direction
-            if found:
-                break
-        else:
-            raise Unreachable(
-                f"{place}: no change up to {LARGEST_STEP:g} times its rows reaches strength {plan.strength:g} "
-                f"in {lines} line(s), expected a strength nearer to 0, another depth or more lines"
-            )
+            rows, taken = rows + alpha * direction, taken + 1
         self.x[part] = rows.bfloat16()
         self.ideal.refresh(entry)
         # a rounded row has gates, and if the query is in its own window also a bar, of its own
@@ -324,8 +321,7 @@ class _Line:
     def __init__(self, ideal: IdealSequence, plan: NeedlePlan, rows: Tensor, direction: Tensor) -> None:
         self.ideal, self.entry, self.q = ideal, plan.entry, ideal.query(plan.query)
         self.start, moved = ideal.windows(plan.entry, rows), ideal.windows(plan.entry, rows + direction)
-        # everything up to the softmax is linear in alpha; an absent window is -inf on both sides, which is no
-        # step
+        # everything up to the softmax is linear in alpha; an absent window is -inf on both sides: no step
         self.kv_step = moved.kv - self.start.kv
         self.gate_step = (moved.gate - self.start.gate).nan_to_num(nan=0.0)
         own = plan.query - WINDOW * plan.entry

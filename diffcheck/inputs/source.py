@@ -237,7 +237,7 @@ def _needles(
             raise InputError(f"{path}: needle_lengths[{i}] is {tokens}, expected at least 1 token")
         if first < 0 or last > query:
             raise InputError(
-                f"{path}: needle {i} covers tokens {first}..{last}, expected a record in 0..{query}, its query"
+                f"{path}: needle {i} covers tokens {first}..{last}, expected them in 0..{query}, its query"
             )
         needles.append(Needle(query=query, first_token=first, last_token=last))
     return tuple(needles)

@@ -8,9 +8,9 @@ They read the latent directions that the synthetic hidden states come from, so q
     gates   rows of both signs with a positive offset; softmax gates neither flat nor one-hot
 
 Rows are scaled on a short synthetic probe, so that the magnitudes of q, keys and gates are those of a trained
-model. Every tensor has a random stream of its own, seeded by (seed, layer, name), and the arithmetic runs in fp64
-before the rounding to the stored type: the same seed gives the same bytes for one torch build, whatever the number
-of threads, and a layer's tensors do not depend on which other layers are made.
+model. Every tensor has a random stream of its own, seeded by (seed, layer, name), and the arithmetic runs in
+fp64 before the rounding to the stored type: the same seed gives the same bytes for one torch build, whatever
+the number of threads, and a layer's tensors do not depend on which other layers are made.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .hidden import synthetic_hidden
 PROBE_TOKENS = 128
 PROBE_SEED = -1
 KEY_DECAY = 0.35
-"""Amplitude of latent direction i in a weight falls as (i + 1)^-KEY_DECAY, on top of the decay in x itself."""
+"""Amplitude of latent direction i in a weight falls as (i + 1)^-KEY_DECAY, on top of the decay in x."""
 FLOOR_SHARE = 0.5
 """Size of the noise floor against the latent part of a weight, and of the row that all rows share."""
 SHARED_SHARE = 0.25
@@ -35,7 +35,7 @@ LOUD_GAIN = 6.0
 
 
 class WeightMaker:
-    """Makes the tensors of a seeded checkpoint by layer number and name within the layer (`attn.wq_a.scale`, ...).
+    """Makes the tensors of a seeded checkpoint by layer number and name within the layer (`attn.wq_a.scale`).
 
     It keeps the last quantised pair, since a scale comes with its weight.
     """
@@ -45,87 +45,90 @@ class WeightMaker:
         self.basis = model_basis(config.hidden_size, config.q_lora_rank)
         x, qr = synthetic_hidden(config, length=PROBE_TOKENS, seed=PROBE_SEED)
         self.x, self.qr = x.double(), qr.double()
-        self.pair: tuple[int, str, tuple[Tensor, Tensor]] | None = None
+        self._pair: tuple[int, str, tuple[Tensor, Tensor]] | None = None
 
     def tensor(self, layer: int, kind: str) -> Tensor:
         """One tensor in its stored dtype: F8_E4M3, F8_E8M0, F32 (ape) or BF16."""
         stem, _, ending = kind.rpartition(".")
         if stem in ("attn.wq_a", "attn.indexer.wq_b"):
-            if self.pair is None or self.pair[:2] != (layer, stem):
-                made = self.wq_a(layer) if stem == "attn.wq_a" else self.wq_b(layer)
-                self.pair = (layer, stem, quantise_weight(made, self.config.weight_block))
-            return self.pair[2][0 if ending == "weight" else 1].clone()
+            if self._pair is None or self._pair[:2] != (layer, stem):
+                made = self._wq_a(layer) if stem == "attn.wq_a" else self._wq_b(layer)
+                self._pair = (layer, stem, quantise_weight(made, self.config.weight_block))
+            return self._pair[2][0 if ending == "weight" else 1].clone()
         make = {
             "attn_norm.weight": lambda _: self.basis.norm_weight,
             "attn.q_norm.weight": lambda _: self.basis.q_norm_weight,
-            "attn.indexer.weights_proj.weight": self.weights_proj,
-            "attn.indexer.compressor.wkv.weight": self.wkv,
-            "attn.indexer.compressor.wgate.weight": self.wgate,
-            "attn.indexer.compressor.ape": self.ape,
-            "attn.indexer.compressor.norm.weight": self.norm,
+            "attn.indexer.weights_proj.weight": self._weights_proj,
+            "attn.indexer.compressor.wkv.weight": self._wkv,
+            "attn.indexer.compressor.wgate.weight": self._wgate,
+            "attn.indexer.compressor.ape": self._ape,
+            "attn.indexer.compressor.norm.weight": self._norm,
         }[kind]
         made = make(layer)
         return made.float().clone() if kind.endswith(".ape") else made.bfloat16()
 
-    def stream(self, layer: int, name: str) -> torch.Generator:
+    def _stream(self, layer: int, name: str) -> torch.Generator:
         return seeded("weights", self.seed, layer, name)
 
-    def wq_a(self, layer: int) -> Tensor:
+    def _wq_a(self, layer: int) -> Tensor:
         """The query projection of the basis, a tenth of it this layer's own."""
         dense = self.basis.query_projection
-        noise = gaussian(*dense.shape, generator=self.stream(layer, "wq_a"))
+        noise = gaussian(*dense.shape, generator=self._stream(layer, "wq_a"))
         return (dense + 0.1 * dense.square().mean().sqrt() * noise).double()
 
-    def key_map(self, layer: int) -> Tensor:
+    def _key_map(self, layer: int) -> Tensor:
         """K [D, r]: from latents to key dims."""
         rank = self.basis.spectrum.numel()
         return (
-            gaussian(self.config.index_head_dim, rank, generator=self.stream(layer, "key map")) * self.decay()
+            gaussian(self.config.index_head_dim, rank, generator=self._stream(layer, "key map"))
+            * self._decay()
         )
 
-    def decay(self) -> Tensor:
+    def _decay(self) -> Tensor:
         return torch.arange(1, self.basis.spectrum.numel() + 1, dtype=torch.float32) ** -KEY_DECAY
 
-    def wq_b(self, layer: int) -> Tensor:
-        config, basis, generator = self.config, self.basis, self.stream(layer, "wq_b")
+    def _wq_b(self, layer: int) -> Tensor:
+        config, basis, generator = self.config, self.basis, self._stream(layer, "wq_b")
         heads, dim = config.index_n_heads, config.index_head_dim
         shared = torch.linspace(0.1, 0.7, heads)[torch.randperm(heads, generator=generator)].view(-1, 1, 1)
-        own = gaussian(heads, dim, basis.spectrum.numel(), generator=generator) * self.decay()
+        own = gaussian(heads, dim, basis.spectrum.numel(), generator=generator) * self._decay()
         loudness = (0.3 * gaussian(heads, 1, 1, generator=generator)).exp()
-        mixture = loudness * (shared * self.key_map(layer) + (1 - shared.square()).sqrt() * own)
+        mixture = loudness * (shared * self._key_map(layer) + (1 - shared.square()).sqrt() * own)
         # the rows of `spread` are orthogonal, so this undoes the query projection and its norm weight
         unspread = basis.spread[:-1] / basis.spread[:-1].square().sum(1, keepdim=True) / basis.q_norm_weight
-        weight = self.matrix(mixture.flatten(0, 1), unspread, None, generator)
+        weight = self._matrix(mixture.flatten(0, 1), unspread, None, generator)
         return fit_rows(weight, self.qr, std=1.0, offset=0.6 * gaussian(heads * dim, generator=generator))
 
-    def wkv(self, layer: int) -> Tensor:
-        generator, key_map = self.stream(layer, "wkv"), self.key_map(layer)
-        own = gaussian(2, *key_map.shape, generator=generator) * self.decay()
+    def _wkv(self, layer: int) -> Tensor:
+        generator, key_map = self._stream(layer, "wkv"), self._key_map(layer)
+        own = gaussian(2, *key_map.shape, generator=generator) * self._decay()
         # columns of the previous window first: those share less with the key map than the window's own
         mixture = torch.cat((0.6 * key_map + 0.8 * own[0], 0.9 * key_map + 0.4 * own[1]))
-        weight = self.matrix(mixture, self.basis.directions, self.basis, generator)
+        weight = self._matrix(mixture, self.basis.directions, self.basis, generator)
         return fit_rows(weight, self.x, std=1.0, offset=0.8 * gaussian(len(weight), generator=generator))
 
-    def wgate(self, layer: int) -> Tensor:
-        generator = self.stream(layer, "wgate")
+    def _wgate(self, layer: int) -> Tensor:
+        generator = self._stream(layer, "wgate")
         mixture = gaussian(2 * self.config.index_head_dim, self.basis.spectrum.numel(), generator=generator)
-        weight = self.matrix(mixture * self.decay(), self.basis.directions, self.basis, generator)
+        weight = self._matrix(mixture * self._decay(), self.basis.directions, self.basis, generator)
         return fit_rows(weight, self.x, std=1.2, offset=0.5 * gaussian(len(weight), generator=generator))
 
-    def weights_proj(self, layer: int) -> Tensor:
-        generator = self.stream(layer, "weights_proj")
+    def _weights_proj(self, layer: int) -> Tensor:
+        generator = self._stream(layer, "weights_proj")
         mixture = gaussian(self.config.index_n_heads, self.basis.spectrum.numel(), generator=generator)
-        weight = self.matrix(mixture * self.decay(), self.basis.directions, self.basis, generator)
+        weight = self._matrix(mixture * self._decay(), self.basis.directions, self.basis, generator)
         offset = 0.4 + 0.3 * gaussian(len(weight), generator=generator)
         return fit_rows(weight, self.x, std=0.7, offset=offset)
 
-    def ape(self, layer: int) -> Tensor:
-        return 0.5 * gaussian(4, 2 * self.config.index_head_dim, generator=self.stream(layer, "ape"))
+    def _ape(self, layer: int) -> Tensor:
+        return 0.5 * gaussian(4, 2 * self.config.index_head_dim, generator=self._stream(layer, "ape"))
 
-    def norm(self, layer: int) -> Tensor:
-        return 0.9 * (0.35 * gaussian(self.config.index_head_dim, generator=self.stream(layer, "norm"))).exp()
+    def _norm(self, layer: int) -> Tensor:
+        return (
+            0.9 * (0.35 * gaussian(self.config.index_head_dim, generator=self._stream(layer, "norm"))).exp()
+        )
 
-    def matrix(
+    def _matrix(
         self, mixture: Tensor, directions: Tensor, basis: Basis | None, generator: torch.Generator
     ) -> Tensor:
         """mixture [out, r] of directions [r, in], with a shared row, a noise floor and loud input channels;

@@ -1,16 +1,7 @@
-"""The kernels' tests: interpreted on the CPU, and the same tests compiled where there is a CUDA device.
-
-Triton decides when a kernel is decorated, so the variable is set before anything imports triton.
-"""
-
-import os
+"""The kernels' tests: interpreted on the CPU, and the same tests compiled where there is a CUDA device."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 
 def pytest_collection_modifyitems(items):
     """Tests of shapes that only a GPU can do say what they miss."""

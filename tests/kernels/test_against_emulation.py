@@ -29,11 +29,9 @@ RERUNS = 20
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PRESETS = ("sglang-fp8", "sglang-fp4", "sglang-bf16", "vllm-fp8", "vllm-mxfp4", "qat-bf16")
-SMALL = pytest.param("mini", 601, 3, id="small")
+SMALL = pytest.param(("mini", 601, 3), id="small")
 FLASH = pytest.param(
-    "v4-flash",
-    32768,
-    256,
+    ("v4-flash", 32768, 256),
     id="flash",
     marks=[
         pytest.mark.gpu,

@@ -49,9 +49,9 @@ def quantise(x, fmt, *, scale="fp32", amax_floor=None, ties="even"):
     if fmt == "bf16":
         return x.bfloat16(), None
     if fmt == "e4m3":
-        scales = x.abs().amax(-1).clamp_min(amax_floor or 1e-4) * torch.tensor(1 / 448)
+        scales = x.abs().amax(-1).clamp_min(amax_floor or 1e-4) / 448
         scales = ceil_power_of_two(scales) if scale == "ue8m0" else scales
-        return (x / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn), scales
+        return (x * (1 / scales[..., None])).clamp(-448, 448).to(torch.float8_e4m3fn), scales
     blocks = x.unflatten(-1, (4, 32))
     amax = blocks.abs().amax(-1).clamp_min(amax_floor or 6 * 2.0**-126)
     scales = ceil_power_of_two(amax * torch.tensor(1 / 6))

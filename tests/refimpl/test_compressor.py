@@ -41,11 +41,14 @@ def test_the_state_is_the_previous_window_and_the_open_one(open_tokens):
 
 
 def test_a_state_owns_its_memory():
-    projections = numbered(0, 6)
+    """And no more than its at most seven rows: a state outlives the call."""
+    projections = numbered(0, 4002)
     _, _, state = PoolState.start(2, "cpu").then(projections, projections)
     before = state.kv.clone()
     projections.fill_(-1)
     assert torch.equal(state.kv, before)
+    for tensor in (state.kv, state.gate):
+        assert tensor.untyped_storage().nbytes() == 6 * 2 * 4
 
 
 def test_pool_against_a_loop():

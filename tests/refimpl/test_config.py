@@ -174,6 +174,11 @@ def test_traps(config: dict[str, Any], trap: str) -> None:
     assert trap in traps(config)
 
 
+def test_default_theta_is_the_published_one() -> None:
+    config = IndexerConfig.from_dict(without(INFERENCE, "compress_rope_theta"))
+    assert config.compress_rope_theta == 160000
+
+
 def test_attention_factor_of_one_is_no_trap() -> None:
     assert "attention_factor" not in traps(TRANSFORMERS)
 

@@ -8,6 +8,7 @@
 | angular frequencies against fp64 | 4 fp32 steps |
 """
 
+import dataclasses
 import math
 
 import numpy as np
@@ -92,12 +93,11 @@ def test_published_ramp(support):
 
 
 def test_equal_ramp_ends_do_not_divide_by_zero(support):
-    """d(beta_fast) and d(beta_slow) in one dim, so that floor and ceil meet only through the clamps."""
-    import dataclasses
-
-    yarn = dataclasses.replace(support.PUBLISHED_YARN, original_max_position_embeddings=2)
-    got = inverse_frequencies(160000.0, 64, yarn)
-    assert got.isfinite().all()
+    """Over six positions no pair turns even once: both ends of the ramp are pair 0, and a step is left of it."""
+    short = dataclasses.replace(support.PUBLISHED_YARN, original_max_position_embeddings=6)
+    got, plain = inverse_frequencies(160000.0, 64, short), inverse_frequencies(160000.0, 64, None)
+    assert got[0] == plain[0]
+    assert torch.equal(got[1:], plain[1:] / 16)
 
 
 @pytest.mark.parametrize("shape", [(9, 128), (9, 4, 128)])

@@ -210,6 +210,13 @@ def test_index_rebuilt_from_headers(checkpoint: Path) -> None:
         assert_same(opened.load(layer), layer)
 
 
+def test_other_files_beside_the_model_are_not_its_shards(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors.index.json").unlink()
+    save_file(released_tensors(4), checkpoint / "consolidated.safetensors")
+    opened = Checkpoint(checkpoint)
+    assert opened.index.files == ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
 def test_any_file_names_without_an_index(tmp_path: Path) -> None:
     write_config(tmp_path, released_config())
     write_shards(tmp_path, {"weights.safetensors": released_tensors(2)}, index=False)
@@ -255,49 +262,46 @@ def test_hub_snapshot_of_links(checkpoint: Path, tmp_path: Path) -> None:
         Checkpoint(repository)
 
 
-def write_ranks(directory: Path, world: int, layer: int = 2) -> None:
-    write_config(directory, released_config())
-    split = ("wq_b", "wq_b_scale", "weights_proj")
+SHARDED = ("wq_b", "wq_b_scale", "weights_proj")
+
+
+def write_ranks(directory: Path, world: int, fields: dict[str, Tensor]) -> None:
     for rank in range(world):
         tensors = {}
-        for field, tensor in indexer_tensors(layer).items():
-            part = (
-                bits(tensor).chunk(world)[rank].contiguous().view(tensor.dtype) if field in split else tensor
-            )
-            tensors[f"layers.{layer}.{FIELDS[field]}"] = part
+        for field, tensor in fields.items():
+            share = bits(tensor).chunk(world)[rank].contiguous().view(tensor.dtype)
+            tensors[f"layers.2.{FIELDS[field]}"] = share if field in SHARDED else tensor
         save_file(tensors, directory / f"model{rank}-mp{world}.safetensors")
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_converter_rank_files(tmp_path: Path, world: int) -> None:
-    write_ranks(tmp_path, world)
+    write_config(tmp_path, released_config())
+    write_ranks(tmp_path, world, indexer_tensors(2))
     opened = Checkpoint(tmp_path)
     assert opened.index.source == "ranks"
     assert_same(opened.load(2), 2)
     assert opened.bytes_needed(2) == sum(t.nbytes for t in indexer_tensors(2).values())
 
 
-def test_ten_ranks_are_joined_in_rank_order(tmp_path: Path) -> None:
-    heads = 20
-    raw = indexer_tensors(2) | {"weights_proj": torch.randn(heads, HIDDEN).bfloat16()}
-    raw["wq_b"] = torch.randn(heads * 128, 256).to(torch.float8_e4m3fn)
-    raw["wq_b_scale"] = (torch.arange(40) + 100).to(torch.uint8).reshape(20, 2).view(torch.float8_e8m0fnu)
+def test_twelve_ranks_are_joined_in_rank_order(tmp_path: Path) -> None:
+    # by name, model10 and model11 would come before model2
+    world, heads = 12, 24
+    raw = indexer_tensors(2) | {
+        "wq_b": torch.randn(heads * 128, 256).to(torch.float8_e4m3fn),
+        "wq_b_scale": (torch.arange(48) + 100).to(torch.uint8).reshape(24, 2).view(torch.float8_e8m0fnu),
+        "weights_proj": torch.randn(heads, HIDDEN).bfloat16(),
+    }
     write_config(tmp_path, released_config(index_n_heads=heads))
-    for rank in range(10):
-        tensors = {
-            f"layers.2.{FIELDS[f]}": bits(t).chunk(10)[rank].contiguous().view(t.dtype)
-            if f in ("wq_b", "wq_b_scale", "weights_proj")
-            else t
-            for f, t in raw.items()
-        }
-        save_file(tensors, tmp_path / f"model{rank}-mp10.safetensors")
+    write_ranks(tmp_path, world, raw)
     weights = load_layer(tmp_path, 2)[1]
-    for field in ("wq_b", "wq_b_scale", "weights_proj"):
+    for field in SHARDED:
         assert torch.equal(bits(getattr(weights, field)), bits(raw[field])), field
 
 
 def test_rank_file_errors(tmp_path: Path) -> None:
-    write_ranks(tmp_path, 4)
+    write_config(tmp_path, released_config())
+    write_ranks(tmp_path, 4, indexer_tensors(2))
     (tmp_path / "model2-mp4.safetensors").rename(tmp_path / "away")
     with pytest.raises(InputError, match=r"model2-mp4.safetensors is absent, expected all 4 ranks"):
         Checkpoint(tmp_path)
