@@ -1,7 +1,7 @@
 """diffcheck: runs DeepSeek's reference sparse-attention indexer beside a deployment's numbers.
 
-    from diffcheck import Recipe, evaluate, load_layer
-    from diffcheck.refimpl import run_indexer
+from diffcheck import Recipe, evaluate, load_layer
+from diffcheck.refimpl import run_indexer
 """
 
 from .checkpoint.layer import load_layer

@@ -115,7 +115,7 @@ def load_recipe(path: Path, config: IndexerConfig) -> Recipe:
 
 
 def field_value(recipe: Recipe, name: str, value: Any) -> Any:
-    """A TOML value as a recipe field's value, checked against the field's current kind; ValueError if it does not fit."""
+    """A TOML value as a recipe field's value; ValueError if it does not fit the kind of the field's current value."""
     side = "q_" + name if name in TWO_SIDED else name
     if side not in recipe.field_names():
         raise ValueError(f"unknown recipe field {name!r}, expected one of {', '.join(recipe.field_names())}")

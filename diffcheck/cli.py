@@ -93,11 +93,14 @@ def run(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of made-up inputs.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
-    gate: Annotated[list[str] | None, typer.Option(help="FIELD OP NUMBER, e.g. jaccard_kernel>=0.999; repeatable.")] = None,
+    gate: Annotated[
+        list[str] | None, typer.Option(help="FIELD OP NUMBER, e.g. jaccard_kernel>=0.999; repeatable.")
+    ] = None,
     gate_what_if: Annotated[bool, typer.Option(help="Gates count what-if thetas too.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Print cases, bytes to read and an estimate, then stop.")] = False,
     list_presets: Annotated[
-        bool, typer.Option("--list-presets", callback=_print_presets, is_eager=True, help="List precisions and presets.")
+        bool,
+        typer.Option("--list-presets", callback=_print_presets, is_eager=True, help="List precisions and presets."),
     ] = False,
 ) -> None:
     """Compare the reference indexer with deployment recipes, layer by layer."""

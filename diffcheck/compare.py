@@ -95,7 +95,12 @@ def compare(pipeline: Pipeline, recipe: Recipe, deployed: Trace, targets: Target
     own = _overlaps(selected, emulated_topk, emulated_scores, t, "")
     result |= {"jaccard_kernel": own["jaccard"], "jaccard_tied_kernel": own["jaccard_tied"]}
     lost = metrics.misses(
-        selected=selected, target_selected=t.topk, target_scores=t.scores, visible=t.visible, k=t.k, noise=noise
+        selected=selected,
+        target_selected=t.topk,
+        target_scores=t.scores,
+        visible=t.visible,
+        k=t.k,
+        noise=noise,
     )
     result["misses"] = {"ties": lost.ties, "near_ties": lost.near_ties, "real": lost.real}
     result |= _needles(scores, selected, t)

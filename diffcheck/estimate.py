@@ -38,7 +38,9 @@ def estimate_seconds(todo: Plan) -> float:
     config = todo.checkpoint.config
     heads_dim = config.index_n_heads * config.index_head_dim
     entries, rows = todo.length // 4, min(todo.options.queries, todo.length)
-    project = 2 * todo.length * config.hidden_size * 4 * config.index_head_dim + 2 * rows * config.q_lora_rank * heads_dim
+    project = (
+        2 * todo.length * config.hidden_size * 4 * config.index_head_dim + 2 * rows * config.q_lora_rank * heads_dim
+    )
     scores = 2 * rows * heads_dim * entries * PASS_FACTOR * (len(todo.cases) + 2)
     return len(todo.layers) * (project + scores) / matmul_rate(todo.device)
 
@@ -54,6 +56,7 @@ def render_plan(console: Console, todo: Plan) -> None:
             console.print(f"layer {layer}  {case.precision}  theta {case.theta.label}", highlight=False)
     count = len(todo.layers) * len(todo.cases)
     console.print(
-        f"{count} cases; {todo.bytes_to_read:,} bytes of weights to read; about {estimate_seconds(todo):.0f} s on {todo.device}",
+        f"{count} cases; {todo.bytes_to_read:,} bytes of weights to read; "
+        f"about {estimate_seconds(todo):.0f} s on {todo.device}",
         highlight=False,
     )

@@ -118,9 +118,7 @@ class Geometry:
 
 
 GEOMETRIES: dict[str, Geometry] = {
-    "v4-flash": Geometry(
-        hidden_size=4096, q_lora_rank=1024, index_topk=512, compress_ratios=(0, 0, *(4, 128) * 20, 4)
-    ),
+    "v4-flash": Geometry(hidden_size=4096, q_lora_rank=1024, index_topk=512, compress_ratios=(0, 0, *(4, 128) * 20, 4)),
     "v4-pro": Geometry(
         hidden_size=7168,
         q_lora_rank=1536,
@@ -220,9 +218,7 @@ def write_checkpoint(
         files, total = _write(directory, geometry, config, plan, seed, shards)
     except OSError as error:
         raise InputError(f"{directory}: cannot be written ({error.strerror or error})") from None
-    return Summary(
-        directory=directory, config=config, layers=chosen, files=files, tensors=len(plan), total_size=total
-    )
+    return Summary(directory=directory, config=config, layers=chosen, files=files, tensors=len(plan), total_size=total)
 
 
 def _geometry(like: str | Geometry, overrides: dict[str, Any]) -> Geometry:
@@ -245,9 +241,7 @@ def _layers(config: IndexerConfig, layers: Sequence[int] | None) -> tuple[int, .
     wrong = [layer for layer in wanted if layer not in have]
     if wrong or not wanted:
         listed = ", ".join(map(str, have))
-        raise InputError(
-            f"layers {wrong or 'are none'}: expected layers with an indexer (compress ratio 4): {listed}"
-        )
+        raise InputError(f"layers {wrong or 'are none'}: expected layers with an indexer (compress ratio 4): {listed}")
     return wanted
 
 
@@ -295,23 +289,17 @@ def _write(
 
     shard_of, total = _assign(plan, shards), sum(tensor.size for tensor in plan)
     names = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
-    temporary = {
-        name: directory / f".{name}.{os.getpid()}.partial" for name in (*names, "config.json", INDEX_NAME)
-    }
+    temporary = {name: directory / f".{name}.{os.getpid()}.partial" for name in (*names, "config.json", INDEX_NAME)}
     maker = WeightMaker(config, seed)
     try:
         for number, name in enumerate(names):
             tensors = {
-                t.name: maker.tensor(t.layer, t.kind)
-                for t, s in zip(plan, shard_of, strict=True)
-                if s == number
+                t.name: maker.tensor(t.layer, t.kind) for t, s in zip(plan, shard_of, strict=True) if s == number
             }
             save_file(tensors, str(temporary[name]), metadata={"format": "pt"})
         weight_map = {t.name: names[s] for t, s in zip(plan, shard_of, strict=True)}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        temporary["config.json"].write_text(
-            json.dumps(geometry.config_json(), indent=2) + "\n", encoding="utf-8"
-        )
+        temporary["config.json"].write_text(json.dumps(geometry.config_json(), indent=2) + "\n", encoding="utf-8")
         temporary[INDEX_NAME].write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         # without its index the old checkpoint is gone before a shard of it changes, so a crash leaves no
         # mixture

@@ -109,7 +109,7 @@ class Format:
     def __str__(self) -> str:
         if self.plain:
             return self.element
-        options = [self.rule] if self.scale == "ue8m0" and self.rule != "ceil" else []
+        options: list[str] = [self.rule] if self.scale == "ue8m0" and self.rule != "ceil" else []
         options += [f"ties={self.ties}"] if self.ties != "even" else []
         options += ["reciprocal"] if self.reciprocal else []
         return f"{self.element}/{self.block}/{self.scale}" + (":" + ",".join(options) if options else "")
@@ -182,7 +182,8 @@ def fake_quantise(x: Tensor, fmt: Format) -> Tensor:
     if fmt.plain:
         return x.to(_PLAIN_DTYPES[fmt.element]).float()
     grid, scale = quantise(x, fmt)
-    return (grid.unflatten(-1, (-1, fmt.block)) * scale.unsqueeze(-1)).flatten(-2)
+    values: Tensor = (grid.unflatten(-1, (-1, fmt.block)) * scale.unsqueeze(-1)).flatten(-2)
+    return values
 
 
 BF16 = Format(element="bf16")

@@ -181,9 +181,7 @@ def overlap(*, selected: Tensor, target_selected: Tensor, entries: int, visible:
     _check_rows(visible, selected, target_selected)
     if not counted.any():
         return Overlap(jaccard=None, recall_mean=None, recall_p1=None, recall_worst=None)
-    both, own, target = (
-        size.double() for size in _sizes(selected[counted], target_selected[counted], entries)
-    )
+    both, own, target = (size.double() for size in _sizes(selected[counted], target_selected[counted], entries))
     assert bool((target > 0).all()), "the target selected nothing in a row with more than k entries"
     recall = both / target
     return Overlap(

@@ -143,7 +143,7 @@ class Recipe:
             if name in names:
                 full[name] = value
             elif sides:
-                full |= {side: value for side in sides}
+                full |= dict.fromkeys(sides, value)
             else:
                 raise InputError(f"recipe: unknown field {name!r}, expected one of {sorted(names | TWO_SIDED)}")
         return dataclasses.replace(self, **full)
@@ -161,7 +161,9 @@ class Recipe:
         return {name: plain(getattr(self, name)) for name in self.field_names()}
 
 
-TWO_SIDED = frozenset(n[2:] for n in Recipe.field_names() if n.startswith("q_") and "k_" + n[2:] in Recipe.field_names())
+TWO_SIDED = frozenset(
+    n[2:] for n in Recipe.field_names() if n.startswith("q_") and "k_" + n[2:] in Recipe.field_names()
+)
 """Names that exist on both sides, without their q_ or k_."""
 
 

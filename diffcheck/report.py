@@ -28,7 +28,7 @@ SAFE_SURVIVAL = 0.99
 
 def environment(device: str) -> dict[str, Any]:
     """Versions and machine, for the JSON document."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in ("torch", "triton", "safetensors", "numpy"):
         try:
             versions[package] = metadata.version(package)
@@ -65,7 +65,12 @@ def document(todo: Plan, outcome: Outcome, gates: list[GateResult]) -> dict[str,
             "sources": dict(config.sources),
             "absent_layers": list(todo.checkpoint.absent_layers),
         },
-        "inputs": {"source": todo.source, "length": todo.length, "seed": todo.options.seed, "needles": outcome.needles},
+        "inputs": {
+            "source": todo.source,
+            "length": todo.length,
+            "seed": todo.options.seed,
+            "needles": outcome.needles,
+        },
         "notes": todo.notes,
         "recipes": recipes,
         "cases": outcome.cases,
@@ -82,7 +87,8 @@ def render(console: Console, todo: Plan, outcome: Outcome, gates: list[GateResul
     console.print(f"checkpoint {todo.checkpoint.directory}", highlight=False, soft_wrap=True)
     console.print(f"inputs     {todo.source}, {todo.length} tokens", highlight=False, soft_wrap=True)
     console.print(
-        f"selection  top {config.index_topk} of {todo.length // 4} entries; starts above {4 * config.index_topk} tokens",
+        f"selection  top {config.index_topk} of {todo.length // 4} entries; "
+        f"starts above {4 * config.index_topk} tokens",
         highlight=False,
     )
     for note in todo.notes:
@@ -118,7 +124,21 @@ def _table(outcome: Outcome) -> Table:
     table.add_column("layer", justify="right")
     for name in ("precision", "theta"):
         table.add_column(name)
-    for name in ("lost", "rank", "head", "tail", "J", "J tied", "J ideal", "recall", "worst", "score", "format", "kernel", "B"):
+    for name in (
+        "lost",
+        "rank",
+        "head",
+        "tail",
+        "J",
+        "J tied",
+        "J ideal",
+        "recall",
+        "worst",
+        "score",
+        "format",
+        "kernel",
+        "B",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("first stage", "verdict"):
         table.add_column(name, no_wrap=True)
@@ -197,7 +217,10 @@ def _words(records: list[dict[str, Any]], k: int) -> str:
     broken = [r for r in measured if r["verdict"] == "kernel"]
     parts = []
     if broken:
-        parts.append(f"KERNEL differs from its own recipe in layer {broken[0]['layer']} (Jaccard {broken[0]['jaccard_kernel']:.3f})")
+        parts.append(
+            f"KERNEL differs from its own recipe in layer {broken[0]['layer']} "
+            f"(Jaccard {broken[0]['jaccard_kernel']:.3f})"
+        )
     if lost:
         count, had = (sum(r[n] for r in lost) for n in ("needles_lost", "needles_selected_reference"))
         where = ", ".join(str(r["layer"]) for r in lost)

@@ -95,7 +95,9 @@ def plan(options: Options) -> Plan:
     inputs = None
     if trace is not None:
         if options.needle_depth is not None or options.needle_strength is not None:
-            raise InputError("--needle-depth and --needle-strength plant into made-up inputs; leave out the trace or give --length")
+            raise InputError(
+                "--needle-depth and --needle-strength plant into made-up inputs; leave out the trace or give --length"
+            )
         inputs = load_inputs(trace, checkpoint.config, list(layers), strict=options.layers is not None)
         missing = [layer for layer in layers if layer not in inputs]
         if missing:
@@ -160,10 +162,17 @@ def _run_layer(todo: Plan, layer: int, outcome: Outcome) -> Iterator[dict[str, A
     else:
         o = todo.options
         inputs = synthetic_inputs(
-            config, weights, length=todo.length, seed=o.seed + layer, depth=o.needle_depth, strength=o.needle_strength
+            config,
+            weights,
+            length=todo.length,
+            seed=o.seed + layer,
+            depth=o.needle_depth,
+            strength=o.needle_strength,
         )
     if inputs.start:
-        raise InputError(f"the trace of layer {layer} starts at token {inputs.start}, expected 0: `run` begins a stream")
+        raise InputError(
+            f"the trace of layer {layer} starts at token {inputs.start}, expected 0: `run` begins a stream"
+        )
     must = [needle.query for needle in inputs.needles]
     queries = choose_queries(len(inputs.x), config.index_topk, todo.options.queries, must)
     pipeline = Pipeline(
@@ -202,7 +211,7 @@ def _run_case(todo: Plan, layer: int, case: Case, pipeline: Pipeline, targets: T
 
 
 def choose_backend(name: str, device: str, recipe: Recipe, todo: Plan) -> Backend:
-    """The backend of a case; "auto" takes the fused kernels on CUDA where they can run the recipe, else the emulation."""
+    """The backend of a case; "auto" takes the fused kernels on CUDA where they can run it, else the emulation."""
     if name != "auto":
         return BACKENDS[name]
     fused = BACKENDS["triton"]

@@ -81,12 +81,19 @@ def q(call: Call, recipe: Recipe, inputs: dict[str, Tensor], rows: Tensor) -> Te
     qr = call.qr[rows]
     if call.weights.quantised and recipe.activation_quant:
         qr = e4m3_fake_quantise(qr)
-    flat = row_tiled_product(qr, wide(call.wq_b, recipe))
-    return rounded(flat, recipe.round_q).unflatten(-1, (call.config.index_n_heads, call.config.index_head_dim))
+    flat = rounded(row_tiled_product(qr, wide(call.wq_b, recipe)), recipe.round_q)
+    return flat.view(-1, call.config.index_n_heads, call.config.index_head_dim)
 
 
 def _rope(
-    x: Tensor, positions: Tensor, recipe: Recipe, theta: float, yarn: Yarn | None, mscale: float, pairing: str, where: str
+    x: Tensor,
+    positions: Tensor,
+    recipe: Recipe,
+    theta: float,
+    yarn: Yarn | None,
+    mscale: float,
+    pairing: str,
+    where: str,
 ) -> Tensor:
     cos, sin = rope_table(positions, inverse_frequencies(theta, recipe.rope_dims, yarn))
     cos, sin = (through(t * mscale if mscale != 1 else t, recipe.round_rope_table) for t in (cos, sin))
@@ -252,8 +259,27 @@ def topk(call: Call, recipe: Recipe, inputs: dict[str, Tensor], rows: Tensor) ->
     return (entries - 1 - mirrored).masked_fill(empty, -1)
 
 
-_Q_ROPE = ("q_theta", "q_yarn", "q_mscale", "q_pairing", "q_slice", "rope_dims", "round_rope_table", "round_q_rope")
-_K_ROPE = ("k_theta", "k_yarn", "k_mscale", "k_pairing", "k_slice", "k_position", "rope_dims", "round_rope_table", "round_k_rope")
+_Q_ROPE = (
+    "q_theta",
+    "q_yarn",
+    "q_mscale",
+    "q_pairing",
+    "q_slice",
+    "rope_dims",
+    "round_rope_table",
+    "round_q_rope",
+)
+_K_ROPE = (
+    "k_theta",
+    "k_yarn",
+    "k_mscale",
+    "k_pairing",
+    "k_slice",
+    "k_position",
+    "rope_dims",
+    "round_rope_table",
+    "round_k_rope",
+)
 _POOL = ("ape", "round_ape", "overlap", "round_pool_sum", "round_pool")
 _SCORES = ("round_dot", "relu", "round_product", "round_score", "mask_shift")
 

@@ -42,9 +42,7 @@ class Interval:
     groups: int
 
 
-def resampling_groups(
-    rows: int, *, sequences: ArrayLike | None = None, block: int | None = None
-) -> NDArray[np.int64]:
+def resampling_groups(rows: int, *, sequences: ArrayLike | None = None, block: int | None = None) -> NDArray[np.int64]:
     """Divide rows into the groups that are resampled together.
 
     Args:

@@ -49,8 +49,7 @@ def check_devices(**tensors: Tensor | None) -> None:
         raise ValueError(f"tensors are on different devices ({places}), expected one")
     if not INTERPRETED.value and next(iter(devices.values())).type != "cuda":
         raise ValueError(
-            "tensors are on the CPU, expected CUDA "
-            "(or TRITON_INTERPRET=1 in the environment before triton is imported)"
+            "tensors are on the CPU, expected CUDA (or TRITON_INTERPRET=1 in the environment before triton is imported)"
         )
 
 

@@ -99,8 +99,7 @@ def cases() -> list[Case]:
                 types=["*fp32"] * 4
                 + ["*fp32", "*fp32", "*i32", "*i32", "*i64", "*u8", "*i16", "*fp32"]
                 + ["i32", "i32", "i32", "i32", "fp32", "fp32"],
-                constants=shared
-                | {"ROUND_POOL": rounds, "ROUND_NORM": rounds, "WEIGHT_BF16": False, "ROWS": KEY_ROWS},
+                constants=shared | {"ROUND_POOL": rounds, "ROUND_NORM": rounds, "WEIGHT_BF16": False, "ROWS": KEY_ROWS},
                 options=exact,
             )
         )
@@ -173,11 +172,7 @@ def compile_case(case: Case, architecture: int) -> Compiled:
     assert len(names) == len(case.types), f"{case.name}: {len(case.types)} types for {len(names)} arguments"
     signature = dict(zip(names, case.types, strict=True)) | dict.fromkeys(case.constants, "constexpr")
     # what a launch finds for torch tensors: pointers aligned to 16 bytes
-    aligned = {
-        (arguments.index(name),): [["tt.divisibility", 16]]
-        for name in names
-        if signature[name].startswith("*")
-    }
+    aligned = {(arguments.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")}
     source = ASTSource(
         case.kernel,
         {name: signature[name] for name in arguments},
@@ -211,15 +206,10 @@ def main() -> int:
                 out = compile_case(case, architecture)
             except Exception as error:  # one failure must not hide the others
                 bad += 1
-                print(
-                    f"{case.name:36} {architecture:4} {type(error).__name__}: {str(error).splitlines()[:1]}"
-                )
+                print(f"{case.name:36} {architecture:4} {type(error).__name__}: {str(error).splitlines()[:1]}")
                 continue
             bad += (out.spill_bytes or 0) > SPILL_LIMIT
-            print(
-                f"{out.name:36} {architecture:4} {out.registers!s:>9} {out.spill_bytes!s:>6} "
-                f"{out.shared_bytes:7}"
-            )
+            print(f"{out.name:36} {architecture:4} {out.registers!s:>9} {out.spill_bytes!s:>6} {out.shared_bytes:7}")
     return 1 if bad else 0
 
 

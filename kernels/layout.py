@@ -68,12 +68,8 @@ class PageFormat:
 
 
 PAGE_FORMATS = {
-    "e4m3": PageFormat(
-        name="e4m3", value_bytes=128, scale_bytes=4, codes_dtype=torch.float8_e4m3fn, codes_width=128
-    ),
-    "bf16": PageFormat(
-        name="bf16", value_bytes=256, scale_bytes=0, codes_dtype=torch.bfloat16, codes_width=128
-    ),
+    "e4m3": PageFormat(name="e4m3", value_bytes=128, scale_bytes=4, codes_dtype=torch.float8_e4m3fn, codes_width=128),
+    "bf16": PageFormat(name="bf16", value_bytes=256, scale_bytes=0, codes_dtype=torch.bfloat16, codes_width=128),
     "e2m1": PageFormat(name="e2m1", value_bytes=64, scale_bytes=4, codes_dtype=torch.uint8, codes_width=64),
 }
 
@@ -96,13 +92,10 @@ def check_pages(pages: Tensor, fmt: PageFormat) -> None:
     """Raise ValueError unless `pages` is a pool of this format that the kernels can address."""
     if pages.dtype != torch.uint8 or pages.ndim != 2 or pages.shape[1] != fmt.page_bytes:
         raise ValueError(
-            f"{fmt.name} pages are {pages.dtype} {list(pages.shape)}, "
-            f"expected torch.uint8 [pages, {fmt.page_bytes}]"
+            f"{fmt.name} pages are {pages.dtype} {list(pages.shape)}, expected torch.uint8 [pages, {fmt.page_bytes}]"
         )
     if pages.stride(1) != 1 or pages.stride(0) % 4 or pages.storage_offset() % 4:
-        raise ValueError(
-            f"{fmt.name} pages have strides {pages.stride()}, expected bytes in order, aligned to 4"
-        )
+        raise ValueError(f"{fmt.name} pages have strides {pages.stride()}, expected bytes in order, aligned to 4")
 
 
 def write_entries(
@@ -126,9 +119,7 @@ def write_entries(
         if scales is not None:
             raise ValueError(f"{form.name} entries have no scales, expected scales=None")
         return
-    scale_dtype, scale_shape = (
-        (torch.float32, [len(slots)]) if form.name == "e4m3" else (torch.uint8, [len(slots), 4])
-    )
+    scale_dtype, scale_shape = (torch.float32, [len(slots)]) if form.name == "e4m3" else (torch.uint8, [len(slots), 4])
     if scales is None or scales.dtype != scale_dtype or list(scales.shape) != scale_shape:
         found = "None" if scales is None else f"{scales.dtype} {list(scales.shape)}"
         raise ValueError(f"{form.name} scales are {found}, expected {scale_dtype} {scale_shape}")
@@ -189,9 +180,7 @@ def _checked_slots(pages: Tensor, slots: Tensor) -> Tensor:
         raise ValueError(f"slots are {slots.dtype} {list(slots.shape)}, expected int64 [entries]")
     capacity = pages.shape[0] * ENTRIES_PER_PAGE
     if slots.numel() and (int(slots.max()) >= capacity or int(slots.min()) < -1):
-        raise ValueError(
-            f"slots run from {int(slots.min())} to {int(slots.max())}, expected -1 or 0..{capacity - 1}"
-        )
+        raise ValueError(f"slots run from {int(slots.min())} to {int(slots.max())}, expected -1 or 0..{capacity - 1}")
     return slots.long()
 
 

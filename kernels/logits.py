@@ -103,9 +103,7 @@ def _load_keys(values_ptr, offsets, scales_ptr, scale_offsets, mask, FMT: tl.con
         byte = tl.load(values_ptr + offsets[:, None] + byte_index, mask=mask[:, None], other=0)
         block = tl.arange(0, 4)[None, :]
         scale_byte = tl.load(scales_ptr + scale_offsets[:, None] + block, mask=mask[:, None], other=127)
-        scale_byte = tl.reshape(
-            tl.broadcast_to(scale_byte[:, :, None], (mask.shape[0], 4, 16)), (mask.shape[0], 64)
-        )
+        scale_byte = tl.reshape(tl.broadcast_to(scale_byte[:, :, None], (mask.shape[0], 4, 16)), (mask.shape[0], 64))
         first = _e2m1_operand(byte, scale_byte, False)
         second = _e2m1_operand(byte, scale_byte, True)
         scale = tl.full(mask.shape, 1.0, tl.float32)
@@ -144,9 +142,7 @@ def _score_tile(
             byte_index = tl.arange(0, 64)[:, None]
             byte = tl.load(q_ptr + head * 64 + byte_index)
             scale_byte = tl.load(q_scales_ptr + head * 4 + tl.arange(0, 4)[:, None])
-            scale_byte = tl.reshape(
-                tl.broadcast_to(scale_byte[:, None, :], (4, 16, HEAD_TILE)), (64, HEAD_TILE)
-            )
+            scale_byte = tl.reshape(tl.broadcast_to(scale_byte[:, None, :], (4, 16, HEAD_TILE)), (64, HEAD_TILE))
             dots = _dot(first, _e2m1_operand(byte, scale_byte, False))
             dots += _dot(second, _e2m1_operand(byte, scale_byte, True))
         else:
@@ -195,9 +191,9 @@ def paged_logits_kernel(
     visible = entry < longest
     # beyond the longest row, the block table may hold anything
     used = table_column * _PAGE < longest
-    page = tl.load(
-        block_table_ptr + request.to(tl.int64) * table_stride + table_column, mask=used, other=0
-    ).to(tl.int64)
+    page = tl.load(block_table_ptr + request.to(tl.int64) * table_stride + table_column, mask=used, other=0).to(
+        tl.int64
+    )
     known = (page >= 0) & (page < pages)
     readable = visible & known
     page = tl.where(known, page, 0)
@@ -212,9 +208,7 @@ def paged_logits_kernel(
         length = tl.load(lengths_ptr + row)
         score = tl.full((_PAGE,), _MINUS_INF, tl.float32)
         if table_column * _PAGE < length:
-            score = _score_tile(
-                first, second, scale, q_ptr, q_scales_ptr, gate_ptr, row, FMT, Q_FMT, HEADS, HEAD_TILE
-            )
+            score = _score_tile(first, second, scale, q_ptr, q_scales_ptr, gate_ptr, row, FMT, Q_FMT, HEADS, HEAD_TILE)
             score = tl.where(known, score, float("nan"))
             score = tl.where(entry < length, score, _MINUS_INF)
         tl.store(out_ptr + row * max_length + entry, score, mask=entry < max_length)
@@ -245,9 +239,7 @@ def ragged_logits_kernel(
     VALUES: tl.constexpr = 64 if FMT == "e2m1" else 128
     SCALES: tl.constexpr = 4 if FMT == "e2m1" else 1
     key64 = key.to(tl.int64)
-    first, second, scale = _load_keys(
-        keys_ptr, key64 * VALUES, key_scales_ptr, key64 * SCALES, key < keys, FMT
-    )
+    first, second, scale = _load_keys(keys_ptr, key64 * VALUES, key_scales_ptr, key64 * SCALES, key < keys, FMT)
     for j in range(ROWS):
         row = tl.program_id(1).to(tl.int64) * ROWS + j
         if row < rows:

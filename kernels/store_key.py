@@ -54,9 +54,7 @@ def _slot(slot: tl.constexpr, kv_ptr, gate_ptr, ape_ptr, first_row, entry, mask,
     offsets = row.to(tl.int64)[:, None] * 256 + cols
     wanted = (mask & (absent == 0) & (row >= 0) & (row < tokens))[:, None]
     kv = tl.load(kv_ptr + offsets, mask=wanted, other=float("nan"))
-    gate = tl.load(gate_ptr + offsets, mask=wanted, other=float("nan")) + tl.load(
-        ape_ptr + (slot % 4) * 256 + cols
-    )
+    gate = tl.load(gate_ptr + offsets, mask=wanted, other=float("nan")) + tl.load(ape_ptr + (slot % 4) * 256 + cols)
     kv = tl.where(absent[:, None], 0.0, kv)
     return kv, tl.where(absent[:, None], _MINUS_INF, gate)
 

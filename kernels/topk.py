@@ -112,9 +112,7 @@ def topk(logits: Tensor, lengths: Tensor, k: int, starts: Tensor | None = None) 
     if k < 1:
         raise ValueError(f"k is {k}, expected at least 1")
     if logits.dtype != torch.float32 or logits.ndim != 2 or (logits.shape[1] > 1 and logits.stride(1) != 1):
-        raise ValueError(
-            f"logits is {logits.dtype} {list(logits.shape)}, expected torch.float32 [rows, entries]"
-        )
+        raise ValueError(f"logits is {logits.dtype} {list(logits.shape)}, expected torch.float32 [rows, entries]")
     rows, columns = logits.shape
     check_tensor("lengths", lengths, torch.int32, (rows,))
     if starts is not None:

@@ -205,9 +205,7 @@ class _Reader:
     def topk(self) -> int:
         k = self.integer("index_topk", "index_topk")
         if k != CODE_DEFAULT_TOPK:
-            self.traps.append(
-                f"index_topk is {k}; code that misses the key keeps its default of {CODE_DEFAULT_TOPK}"
-            )
+            self.traps.append(f"index_topk is {k}; code that misses the key keeps its default of {CODE_DEFAULT_TOPK}")
         self._trap_other_values("index_topk", k)
         return k
 
@@ -233,9 +231,7 @@ class _Reader:
         if shared is None or any(self.raw.get(key) is not None for key in keys):
             dims = self.integer("rope_head_dim", *keys, default=64)
             if shared not in (None, dims):
-                self.traps.append(
-                    f"partial_rotary_factor times head_dim is {shared}, not the {dims} RoPE dims stated"
-                )
+                self.traps.append(f"partial_rotary_factor times head_dim is {shared}, not the {dims} RoPE dims stated")
             return dims
         return shared
 
@@ -258,9 +254,7 @@ class _Reader:
             raise InputError(f"{self.where}: no compress_ratios (or layer_types), expected one value a layer")
         if layers < 1 or len(ratios) < layers:
             key = self.sources["compress_ratios"].removeprefix("checkpoint: ")
-            raise InputError(
-                f"{self.where}: {key} has {len(ratios)} values for {layers} layers, expected one each"
-            )
+            raise InputError(f"{self.where}: {key} has {len(ratios)} values for {layers} layers, expected one each")
         if len(ratios) > layers:
             self.traps.append(
                 f"compress_ratios has {len(ratios)} values for {layers} layers; the rest belong to draft "
@@ -283,9 +277,7 @@ class _Reader:
                 raise InputError(f"{self.where}: compress rate of {name} is {stated:g}, expected {ratio}")
         unknown = sorted({str(name) for name in types} - by_type.keys())
         if unknown:
-            raise InputError(
-                f"{self.where}: layer_types holds {unknown[0]!r:.80}, expected {', '.join(by_type)}"
-            )
+            raise InputError(f"{self.where}: layer_types holds {unknown[0]!r:.80}, expected {', '.join(by_type)}")
         return tuple(by_type[name] for name in types)
 
     def theta(self) -> float:
@@ -306,9 +298,7 @@ class _Reader:
         for place in ("rope_scaling", "rope_parameters", "rope_parameters.compress"):
             injected = _nested(self.raw, *place.split("."), "rope_theta")
             if _is_number(injected) and injected != theta:
-                self.traps.append(
-                    f"{place}.rope_theta {injected:g} contradicts {key} {theta:g} and is ignored"
-                )
+                self.traps.append(f"{place}.rope_theta {injected:g} contradicts {key} {theta:g} and is ignored")
         return float(theta)
 
     def yarn(self) -> Yarn | None:
@@ -338,9 +328,7 @@ class _Reader:
 
     def _trap_attention_factor(self, place: str, block: Mapping[str, Any], yarn: Yarn) -> None:
         stated = {
-            key: block[key]
-            for key in ("mscale", "mscale_all_dim", "attention_factor")
-            if _is_number(block.get(key))
+            key: block[key] for key in ("mscale", "mscale_all_dim", "attention_factor") if _is_number(block.get(key))
         }
         for key, value in stated.items():
             if value != 1:
@@ -359,11 +347,7 @@ class _Reader:
             beta_slow=float(inner.number("beta_slow", "beta_slow", default=1.0)),
             original_max_position_embeddings=inner.integer("length", length_key),
         )
-        if (
-            yarn.factor < 1
-            or yarn.original_max_position_embeddings < 1
-            or not yarn.beta_fast > yarn.beta_slow > 0
-        ):
+        if yarn.factor < 1 or yarn.original_max_position_embeddings < 1 or not yarn.beta_fast > yarn.beta_slow > 0:
             raise InputError(
                 f"{inner.where}: YaRN has factor {yarn.factor:g}, beta_fast {yarn.beta_fast:g}, beta_slow "
                 f"{yarn.beta_slow:g}, {length_key} {yarn.original_max_position_embeddings}, "
@@ -380,9 +364,7 @@ class _Reader:
             self.sources["weight_block"] = "code default"
             return (128, 128)
         if not (isinstance(block, list) and len(block) == 2 and all(type(b) is int and b > 0 for b in block)):
-            raise InputError(
-                f"{self.where}: weight_block_size is {block!r:.80}, expected two positive integers"
-            )
+            raise InputError(f"{self.where}: weight_block_size is {block!r:.80}, expected two positive integers")
         self.sources["weight_block"] = "checkpoint: quantization_config.weight_block_size"
         return (block[0], block[1])
 

@@ -69,7 +69,8 @@ def round_to_e2m1(x: Tensor) -> Tensor:
 
 def _blocks(x: Tensor, block: int) -> Tensor:
     assert x.shape[-1] % block == 0, f"last dim {x.shape[-1]} is no multiple of the block {block}"
-    return x.float().unflatten(-1, (-1, block))
+    blocks: Tensor = x.float().unflatten(-1, (-1, block))
+    return blocks
 
 
 def e4m3_scale(x: Tensor) -> Tensor:

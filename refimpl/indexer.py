@@ -83,7 +83,12 @@ def run_indexer(
 
 
 def _keys(
-    config: IndexerConfig, weights: IndexerWeights, x: Tensor, start: int, pool_state: PoolState, inv_freq: Tensor
+    config: IndexerConfig,
+    weights: IndexerWeights,
+    x: Tensor,
+    start: int,
+    pool_state: PoolState,
+    inv_freq: Tensor,
 ) -> tuple[dict[str, Tensor], PoolState]:
     """Key side of the entries that these tokens complete."""
     position = torch.arange(start, start + x.shape[0], device=x.device)
@@ -137,9 +142,14 @@ def query_block(config: IndexerConfig, entries: int) -> int:
 
 
 def check_inputs(
-    config: IndexerConfig, x: Tensor, qr: Tensor, start: int, state: IndexerState | None, queries: Tensor | None
+    config: IndexerConfig,
+    x: Tensor,
+    qr: Tensor,
+    start: int,
+    state: IndexerState | None,
+    queries: Tensor | None,
 ) -> tuple[Tensor, IndexerState]:
-    """Validate one call's inputs; returns the row numbers of the queries within the call, and the state to go on from."""
+    """Validate one call's inputs; returns the queries' row numbers within the call, and the state to go on from."""
     for name, tensor, width in (("x", x, config.hidden_size), ("qr", qr, config.q_lora_rank)):
         if tensor.dim() != 2 or tensor.shape[1] != width:
             raise InputError(f"{name} has shape {list(tensor.shape)}, expected [T, {width}]")

@@ -68,10 +68,10 @@ def hadamard(x: Tensor) -> Tensor:
     The butterflies run in fp32 whatever the input dtype; fp64 input stays fp64.
     """
     dim = x.shape[-1]
-    out = x if x.dtype == torch.float64 else x.float()
+    out: Tensor = x if x.dtype == torch.float64 else x.float()
     width = 1
     while width < dim:
         a, b = out.unflatten(-1, (-1, 2, width)).unbind(-2)
         out = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         width *= 2
-    return out * dim**-0.5
+    return out * float(dim**-0.5)

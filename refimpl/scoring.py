@@ -33,7 +33,13 @@ def visible_entries(positions: Tensor) -> Tensor:
 
 
 def tiled_scores(
-    q: Tensor, k: Tensor, gate: Tensor, visible: Tensor, reduce: Reduce, dtype: torch.dtype, compute: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    gate: Tensor,
+    visible: Tensor,
+    reduce: Reduce,
+    dtype: torch.dtype,
+    compute: torch.dtype,
 ) -> Tensor:
     """Scores [T, E] of q [T, H, D] against k [E, D]; entries at or beyond a row's `visible` are -inf.
 

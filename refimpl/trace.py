@@ -143,7 +143,9 @@ def load_traces(path: str | Path, layers: list[int] | None = None) -> dict[int, 
             wanted = present if layers is None else layers
             missing = sorted(set(wanted) - set(present))
             if missing or not present:
-                raise InputError(f"{path}: has no layer {missing or ''}, expected tensors named layers.N.*; it holds {present}")
+                raise InputError(
+                    f"{path}: has no layer {missing or ''}, expected tensors named layers.N.*; it holds {present}"
+                )
             shared = {name: file.get_tensor(name) for name, m in matches.items() if m is None}
             grouped: dict[int, dict[str, Any]] = {layer: {} for layer in wanted}
             for name, match in matches.items():

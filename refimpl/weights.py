@@ -42,8 +42,9 @@ class IndexerWeights:
 
     def to(self, device: torch.device | str) -> IndexerWeights:
         """The same weights on another device."""
-        moved = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return IndexerWeights(**{name: t if t is None else t.to(device) for name, t in moved.items()})
+        scale = None if self.wq_b_scale is None else self.wq_b_scale.to(device)
+        plain = {n: getattr(self, n).to(device) for n in self.__dataclass_fields__ if n != "wq_b_scale"}
+        return IndexerWeights(wq_b_scale=scale, **plain)
 
     def check(self, config: IndexerConfig, *, where: str = "weights") -> None:
         """Raise InputError unless every shape and dtype is what `config` implies."""
@@ -71,7 +72,9 @@ class IndexerWeights:
         for name, shape in shapes.items():
             tensor = getattr(self, name)
             if tensor is None:
-                raise InputError(f"{where}: {name} is absent, expected a scale of shape {list(shape)} for the fp8 weight")
+                raise InputError(
+                    f"{where}: {name} is absent, expected a scale of shape {list(shape)} for the fp8 weight"
+                )
             if tuple(tensor.shape) != shape:
                 raise InputError(f"{where}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
         allowed_wq_b = (torch.float8_e4m3fn, torch.int8, torch.uint8, *PLAIN_DTYPES)

@@ -10,8 +10,8 @@ from ..refimpl import STAGES, IndexerConfig, Trace
 class EmulatedBackend:
     """Runs the stage pipeline; by definition without any kernel error."""
 
-    name = "emulated"
-    stages = STAGES
+    name: str = "emulated"
+    stages: tuple[str, ...] = STAGES
 
     def unavailable(self, device: str) -> str | None:
         """Never: torch is all it needs."""

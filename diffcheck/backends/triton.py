@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class TritonBackend:
     """`store_key`, `quantise_query`, `paged_logits` and `topk` in a row, as in decoding."""
 
-    name = "triton"
-    stages = ("k_quant", "q_quant", "gate_folded", "scores", "topk")
+    name: str = "triton"
+    stages: tuple[str, ...] = ("k_quant", "q_quant", "gate_folded", "scores", "topk")
 
     def unavailable(self, device: str) -> str | None:
         """None on CUDA, or interpreted (very slow) where TRITON_INTERPRET=1 is set."""
@@ -47,14 +47,14 @@ class TritonBackend:
         fixed: dict[str, Any] = {
             "compute": "fp32", "round_q": "bf16", "q_pairing": "interleaved", "k_pairing": "interleaved",
             "q_slice": "last", "k_slice": "last", "rope_dims": 64, "ape": True, "round_ape": "none",
-            "overlap": True, "round_pool_sum": "none", "round_gate": "none", "round_dot": "none", "round_product": "none",
-            "round_score": "none", "relu": True, "ties": "lower",
+            "overlap": True, "round_pool_sum": "none", "round_gate": "none", "round_dot": "none",
+            "round_product": "none", "round_score": "none", "relu": True, "ties": "lower",
         }  # fmt: skip
         for field, value in fixed.items():
             if getattr(r, field) != value:
                 return f"{field} is {getattr(r, field)!r} and the kernels only have {value!r}"
         if config.index_head_dim != 128 or config.index_n_heads % 16:
-            return f"{config.index_n_heads} heads of {config.index_head_dim}; the kernels need a multiple of 16 heads of 128"
+            return f"{config.index_n_heads} heads of {config.index_head_dim}, the kernels need 16, 32, ... heads of 128"
         for field in ("q_format", "k_format"):
             try:
                 kernel_format(getattr(r, field))
@@ -63,7 +63,14 @@ class TritonBackend:
         pair = (kernel_format(r.q_format)["fmt"], kernel_format(r.k_format)["fmt"])
         if pair not in (("e4m3", "e4m3"), ("e4m3", "bf16"), ("bf16", "bf16"), ("e2m1", "e2m1")):
             return f"no kernel scores {pair[0]} queries against {pair[1]} keys"
-        rounds = (r.round_pool, r.round_k_norm, r.round_k_rope, r.round_k_hadamard, r.round_q_rope, r.round_q_hadamard)
+        rounds = (
+            r.round_pool,
+            r.round_k_norm,
+            r.round_k_rope,
+            r.round_k_hadamard,
+            r.round_q_rope,
+            r.round_q_hadamard,
+        )
         return "the kernels can round to bf16 only, not fp16" if "fp16" in rounds else None
 
     def run(self, pipeline: Pipeline, recipe: Recipe) -> Trace:
@@ -77,7 +84,7 @@ class TritonBackend:
         visible = visible_under(call, recipe, call.rows).to(torch.int32)
         tables = table.expand(len(visible), -1).contiguous()
         scores = kernels.paged_logits(query, pages, tables, visible, fmt=fmt, max_length=len(slots))
-        tensors = {
+        tensors: dict[str, Tensor] = {
             "k_quant": kernels.dequantise(*kernels.read_entries(pages, fmt, slots), fmt),
             "q_quant": kernels.dequantise(query.codes, query.scales, query.fmt),
             "gate_folded": query.gate,
@@ -87,7 +94,7 @@ class TritonBackend:
             "block_table": table,
             "queries": pipeline.queries,
         }
-        if query.fmt == "e4m3":
+        if query.fmt == "e4m3" and query.scales is not None:
             tensors["q_scale"] = query.scales
         return Trace(tensors, start=call.start, metadata={"page_format": fmt})
 
@@ -117,7 +124,10 @@ class TritonBackend:
         entry = torch.arange(entries, device=device)
         count = -(-max(entries, 1) // kernels.ENTRIES_PER_PAGE)
         table = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(device, torch.int32)
-        slots = table[entry // kernels.ENTRIES_PER_PAGE].long() * kernels.ENTRIES_PER_PAGE + entry % kernels.ENTRIES_PER_PAGE
+        slots = (
+            table[entry // kernels.ENTRIES_PER_PAGE].long() * kernels.ENTRIES_PER_PAGE
+            + entry % kernels.ENTRIES_PER_PAGE
+        )
         position = {"first": WINDOW * entry, "last": WINDOW * entry + WINDOW - 1, "index": entry}[recipe.k_position]
         form = kernel_format(recipe.k_format)
         pages = kernels.allocate_pages(form["fmt"], count, device)
@@ -126,16 +136,18 @@ class TritonBackend:
             (WINDOW * entry).to(torch.int32), entry.to(torch.int32), slots, pages,
             eps=recipe.eps, hadamard=recipe.k_hadamard, fp4_step=recipe.k_fp4,
             round_bf16=bf16_stages(
-                pool=recipe.round_pool, norm=recipe.round_k_norm, rope=recipe.round_k_rope, hadamard=recipe.round_k_hadamard
+                pool=recipe.round_pool, norm=recipe.round_k_norm,
+                rope=recipe.round_k_rope, hadamard=recipe.round_k_hadamard,
             ),
             **form,
         )  # fmt: skip
         return pages, table[None], slots
 
-    def _angles(self, recipe: Recipe, side: str, position: Tensor, device: torch.device) -> list[Tensor]:
+    def _angles(self, recipe: Recipe, side: str, position: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         theta, yarn, mscale = (getattr(recipe, f"{side}_{name}") for name in ("theta", "yarn", "mscale"))
         table = rope_table(position, inverse_frequencies(theta, recipe.rope_dims, yarn))
-        return [through(t * mscale, recipe.round_rope_table).to(device) for t in table]
+        cos, sin = (through(t * mscale, recipe.round_rope_table).to(device) for t in table)
+        return cos, sin
 
 
 def kernel_format(fmt: Format | None) -> dict[str, Any]:
@@ -149,7 +161,9 @@ def kernel_format(fmt: Format | None) -> dict[str, Any]:
     if fmt.block != block or fmt.scale not in scales or fmt.rule != "ceil" or fmt.amax_floor <= 0:
         raise ValueError(f"no kernel stores {fmt} with amax floor {fmt.amax_floor:g}")
     if fmt.element == "e4m3" and (fmt.ties != "even" or (fmt.scale == "fp32" and not fmt.reciprocal)):
-        raise ValueError(f"no kernel stores {fmt}: e4m3 rounds ties to even and multiplies by the reciprocal of the scale")
+        raise ValueError(
+            f"no kernel stores {fmt}: e4m3 rounds ties to even and multiplies by the reciprocal of the scale"
+        )
     return {"fmt": fmt.element, "scale": fmt.scale, "amax_floor": fmt.amax_floor, "ties": fmt.ties}
 
 

@@ -76,8 +76,9 @@ def _latents(basis: Basis, generator: torch.Generator) -> Tensor:
     switch = torch.rand(BLOCK, generator=generator) < 1 / TOPIC_LENGTH
     drawn = torch.randint(TOPICS, (BLOCK + 1,), generator=generator)
     topics = drawn[switch.cumsum(0)]
-    latent = TOPIC_ENERGY**0.5 * basis.topics[topics] + WORD_ENERGY**0.5 * basis.words[words]
-    return latent + OWN_ENERGY**0.5 * gaussian(BLOCK, basis.words.shape[1], generator=generator)
+    latent: Tensor = TOPIC_ENERGY**0.5 * basis.topics[topics] + WORD_ENERGY**0.5 * basis.words[words]
+    latent += OWN_ENERGY**0.5 * gaussian(BLOCK, basis.words.shape[1], generator=generator)
+    return latent
 
 
 def low_rank_query(basis: Basis, x: Tensor) -> Tensor:

@@ -52,6 +52,8 @@ from .ideal import IdealSequence, Windows
 SMALLEST_STEP = 2.0**-10
 LARGEST_STEP = 2.0**6
 """The bracket runs from this share of the rows' own length to this multiple of it."""
+LINE_STEP = 1.0
+"""That multiple for one of several lines: a new direction is better than rows that are all needle."""
 BISECTIONS = 60
 DEFAULT_LINES = 16
 """Lines that a set of needles may take each: of 1440 at strengths 0 ... 1 on synthetic states none was
@@ -177,9 +179,7 @@ def plant_needles(
                 f"{right.entry}, expected them at least 2 apart"
             )
     planter = Planter(config, weights, x, qr)
-    planted = tuple(
-        planter.plant(query=p.query, depth=p.depth, strength=p.strength, lines=lines) for p in plans
-    )
+    planted = tuple(planter.plant(query=p.query, depth=p.depth, strength=p.strength, lines=lines) for p in plans)
     return planter.x, planted
 
 
@@ -196,9 +196,7 @@ def default_needles(
     """
     visible = length // WINDOW
     if visible <= k:
-        raise InputError(
-            f"{length} tokens make {visible} entries, expected more than index_topk {k}: all are selected"
-        )
+        raise InputError(f"{length} tokens make {visible} entries, expected more than index_topk {k}: all are selected")
     if count < 1 or not strengths:
         raise InputError(f"count is {count} with {len(strengths)} strengths, expected at least one of each")
     first_query = max(length - 1 - length // 16, WINDOW * (k + 1) - 1)
@@ -236,12 +234,12 @@ class Planter:
             return self.ideal.measure(query, entry)
 
     def plant(self, *, query: int, depth: float, strength: float, lines: int = 1) -> PlantedNeedle:
-        """Plant a needle for token position `query` at `depth` (0 first entry, 1 last visible); changes self.x.
+        """Plant a needle for token position `query` at `depth` (0 first entry, 1 last visible) in self.x.
 
         lines: how many straight lines may be tried in a row; 1 is the definition. Raises InputError when the
         row sees no more than index_topk entries (vacuous), the depth is outside 0..1, or the row's other
         scores leave no room (max = tau), and its subclass `Unreachable` when the gradient is zero or no alpha
-        within LARGEST_STEP times the rows' own length reaches the target. self.x is then as before.
+        within LARGEST_STEP times the rows' own length (LINE_STEP for each of several lines) reaches the target. self.x is then as before.
         """
         plan = NeedlePlan(query=query, depth=depth, strength=strength)
         plan.check(self.x.shape[0], self.ideal.config.index_topk)
@@ -264,23 +262,19 @@ class Planter:
 
         tau, maximum = bar(self.ideal.gates(self.x[query]))
         if not maximum > tau:
-            raise InputError(
-                f"{place}: the best other score equals the {k}-th, expected a spread (index_topk > 1)"
-            )
+            raise InputError(f"{place}: the best other score equals the {k}-th, expected a spread (index_topk > 1)")
         before = rows = self.x[part].double()
-        shortest, taken, found = SMALLEST_STEP * float(before.norm()), 0, False
+        size, reach, taken, found = float(before.norm()), LARGEST_STEP if lines == 1 else LINE_STEP, 0, False
         while not found:
             if taken == lines:
                 raise Unreachable(
-                    f"{place}: no change up to {LARGEST_STEP:g} times its rows reaches strength "
-                    f"{plan.strength:g} in {lines} line(s), expected one nearer to 0, another depth or more lines"
+                    f"{place}: no change up to {reach:g} times its rows reaches strength "
+                    f"{plan.strength:g} in {lines} line(s), expected less, another depth or more lines"
                 )
             direction = self.ideal.gradient(query, entry, rows)
             length = float(direction.norm())
             if length == 0:
-                raise Unreachable(
-                    f"{place}: the gradient of its score is zero, expected another depth or query"
-                )
+                raise Unreachable(f"{place}: the gradient of its score is zero, expected another depth or query")
             along = _Line(self.ideal, plan, rows, direction)
 
             def excess(alpha: float, along: _Line = along) -> float:
@@ -288,7 +282,7 @@ class Planter:
                 low, high = bar(gates) if in_own_window else (tau, maximum)
                 return score - (low + plan.strength * (high - low))
 
-            alpha, found = find_crossing(excess, shortest / length)
+            alpha, found = find_crossing(excess, SMALLEST_STEP * size / length, reach * size / length)
             rows, taken = rows + alpha * direction, taken + 1
         self.x[part] = rows.bfloat16()
         self.ideal.refresh(entry)
@@ -303,7 +297,7 @@ class Planter:
             entry=entry,
             alpha=alpha,
             lines=taken,
-            change=float((self.x[part].double() - before).norm() / before.norm()),
+            change=float((self.x[part].double() - before).norm()) / size,
             strength=plan.strength,
             target=tau + plan.strength * (maximum - tau),
             unrounded=along.at(alpha)[0],
@@ -336,10 +330,10 @@ class _Line:
         return float(gates @ (self.q @ self.ideal.key(self.entry, windows)).relu()), gates
 
 
-def find_crossing(excess: Callable[[float], float], smallest: float) -> tuple[float, bool]:
+def find_crossing(excess: Callable[[float], float], smallest: float, largest: float) -> tuple[float, bool]:
     """(alpha, True): the first change of sign of `excess` that doubling alpha meets, refined by bisection.
 
-    The search starts at `smallest` and runs along the direction that raises the score when it is too low
+    The search goes from `smallest` to `largest` and runs along the direction that raises the score when it is too low
     (alpha > 0), against it when it is too high. `excess` must be continuous; it need not be monotone. Without
     a change of sign the answer is (alpha, False) with the smallest alpha that gains nine tenths of the most
     that any tried one does: scores level off, and the rows should not grow for nothing.
@@ -353,7 +347,7 @@ def find_crossing(excess: Callable[[float], float], smallest: float) -> tuple[fl
     while ((value := excess(sign * outside)) < 0) == (at_zero < 0):
         gains.append((abs(at_zero) - abs(value), sign * outside))
         inside, outside = outside, 2 * outside
-        if outside > smallest * LARGEST_STEP / SMALLEST_STEP:
+        if outside > largest:
             enough = 0.9 * max(gain for gain, _ in gains)
             return next(alpha for gain, alpha in gains if gain >= enough), False
     for _ in range(BISECTIONS):

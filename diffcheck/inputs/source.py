@@ -115,11 +115,7 @@ def _load(
     if not start_text.isdecimal():
         raise InputError(f"{path}: start_position is {start_text!r}, expected a number of tokens")
     start, names = int(start_text), set(file.keys())
-    present = {
-        int(parts[1])
-        for parts in (n.split(".", 2) for n in names)
-        if len(parts) == 3 and parts[1].isdecimal()
-    }
+    present = {int(parts[1]) for parts in (n.split(".", 2) for n in names) if len(parts) == 3 and parts[1].isdecimal()}
     wanted = sorted(present if layers is None else set(layers))
     if layers is not None and not strict:
         _check_indexer(path, config, sorted(present))
@@ -154,14 +150,10 @@ def _check_indexer(path: Path, config: IndexerConfig, layers: Iterable[int]) -> 
     foreign = [layer for layer in layers if layer not in config.indexer_layers]
     if foreign:
         have = ", ".join(map(str, config.indexer_layers))
-        raise InputError(
-            f"{path}: layer {foreign[0]} has no indexer in this checkpoint, expected layers among {have}"
-        )
+        raise InputError(f"{path}: layer {foreign[0]} has no indexer in this checkpoint, expected layers among {have}")
 
 
-def _check_header(
-    path: Path, file: Any, names: set[str], present: set[int], config: IndexerConfig, layer: int
-) -> int:
+def _check_header(path: Path, file: Any, names: set[str], present: set[int], config: IndexerConfig, layer: int) -> int:
     """Number of rows of a layer whose names and shapes are right."""
     rows = []
     for name, width in (("x", config.hidden_size), ("qr", config.q_lora_rank)):
@@ -170,14 +162,10 @@ def _check_header(
             raise InputError(f"{path}: no tensor {key}, expected it; the file has layers {sorted(present)}")
         shape = file.get_slice(key).get_shape()
         if len(shape) != 2 or shape[1] != width or shape[0] < WINDOW:
-            raise InputError(
-                f"{path}: {key} has shape {shape}, expected [T, {width}] as the checkpoint's config says"
-            )
+            raise InputError(f"{path}: {key} has shape {shape}, expected [T, {width}] as the checkpoint's config says")
         rows.append(int(shape[0]))
     if rows[0] != rows[1]:
-        raise InputError(
-            f"{path}: layer {layer} has {rows[0]} rows of x and {rows[1]} of qr, expected the same number"
-        )
+        raise InputError(f"{path}: layer {layer} has {rows[0]} rows of x and {rows[1]} of qr, expected the same number")
     if "requests" in names:
         bounds = file.get_tensor("requests").flatten().tolist()
         if bounds != [0, rows[0]]:
@@ -199,15 +187,11 @@ def _read(path: Path, file: Any, key: str, notes: list[str]) -> Tensor:
     bad = ~rounded.isfinite().all(dim=1)
     if bad.any():
         row = int(bad.nonzero()[0])
-        raise InputError(
-            f"{path}: {key} holds NaN or inf, first in row {row}, expected finite values (bf16 range)"
-        )
+        raise InputError(f"{path}: {key} holds NaN or inf, first in row {row}, expected finite values (bf16 range)")
     return rounded
 
 
-def _needles(
-    path: Path, file: Any, names: set[str], start: int, length: int, needle_tokens: int
-) -> tuple[Needle, ...]:
+def _needles(path: Path, file: Any, names: set[str], start: int, length: int, needle_tokens: int) -> tuple[Needle, ...]:
     """Needles of the file; every one inside the sequence, its record before its query."""
     given = {name: name in names for name in ("needle_queries", "needle_positions", "needle_lengths")}
     if not any(given.values()):
@@ -230,9 +214,7 @@ def _needles(
     for i, (query, first, tokens) in enumerate(zip(queries, positions, lengths, strict=True)):
         last = first + tokens - 1
         if not start <= query < start + length:
-            raise InputError(
-                f"{path}: needle_queries[{i}] is {query}, expected one of {start}..{start + length - 1}"
-            )
+            raise InputError(f"{path}: needle_queries[{i}] is {query}, expected one of {start}..{start + length - 1}")
         if tokens < 1:
             raise InputError(f"{path}: needle_lengths[{i}] is {tokens}, expected at least 1 token")
         if first < 0 or last > query:
@@ -246,15 +228,11 @@ def _needles(
 def _integers(path: Path, file: Any, name: str) -> list[int]:
     tensor: Tensor = file.get_tensor(name)
     if tensor.dim() != 1 or tensor.is_floating_point():
-        raise InputError(
-            f"{path}: {name} is {tensor.dtype} of shape {list(tensor.shape)}, expected a list of integers"
-        )
+        raise InputError(f"{path}: {name} is {tensor.dtype} of shape {list(tensor.shape)}, expected a list of integers")
     return [int(value) for value in tensor.tolist()]
 
 
-def choose_queries(
-    length: int, k: int, count: int, must_include: Iterable[int] = (), *, start: int = 0
-) -> Tensor:
+def choose_queries(length: int, k: int, count: int, must_include: Iterable[int] = (), *, start: int = 0) -> Tensor:
     """Which rows to compare: int64 token positions, ascending, all different.
 
     All of must_include (needle queries), filled up to `count` with rows spread evenly over those that see
@@ -269,9 +247,7 @@ def choose_queries(
     must = torch.tensor(sorted({int(query) for query in must_include}), dtype=torch.int64)
     outside = must[(must < start) | (must >= start + length)]
     if outside.numel():
-        raise InputError(
-            f"query {int(outside[0])} is outside, expected a position in {start}..{start + length - 1}"
-        )
+        raise InputError(f"query {int(outside[0])} is outside, expected a position in {start}..{start + length - 1}")
     selective = positions[visible_entries(positions) > k]
     pool = selective if selective.numel() else positions
     free = pool[~torch.isin(pool, must)]

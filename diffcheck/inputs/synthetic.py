@@ -40,20 +40,17 @@ def synthetic_inputs(
         wanted = DEFAULT_STRENGTH if strength is None else strength
         plans = (NeedlePlan(query=length - 1, depth=depth, strength=wanted),)
     x, planted = plant_needles(config, weights, x, qr, plans)
-    needles = tuple(
-        Needle(query=n.query, first_token=n.first_token, last_token=n.last_token) for n in planted
-    )
+    needles = tuple(Needle(query=n.query, first_token=n.first_token, last_token=n.last_token) for n in planted)
     return LayerInputs(x=x, qr=qr, needles=needles)
 
 
-def check_needle_options(
-    config: IndexerConfig, length: int, depth: float | None, strength: float | None
-) -> None:
+def check_needle_options(config: IndexerConfig, length: int, depth: float | None, strength: float | None) -> None:
     """Raise InputError for a depth outside 0..1, or a needle where everything is selected anyway."""
     if depth is not None and not 0 <= depth <= 1:
         raise InputError(f"--needle-depth: {depth}, expected 0 to 1")
     if (depth is not None or strength is not None) and length // 4 <= config.index_topk:
         raise InputError(
-            f"--needle-depth and --needle-strength: {length} tokens make {length // 4} entries and {config.index_topk} are "
-            f"selected, so no needle can be lost; expected --length above {4 * config.index_topk + 3}"
+            f"--needle-depth and --needle-strength: {length} tokens make {length // 4} entries and "
+            f"{config.index_topk} are selected, so no needle can be lost; "
+            f"expected --length above {4 * config.index_topk + 3}"
         )

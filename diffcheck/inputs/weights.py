@@ -74,15 +74,12 @@ class WeightMaker:
         """The query projection of the basis, a tenth of it this layer's own."""
         dense = self.basis.query_projection
         noise = gaussian(*dense.shape, generator=self._stream(layer, "wq_a"))
-        return (dense + 0.1 * dense.square().mean().sqrt() * noise).double()
+        return dense + 0.1 * dense.square().mean().sqrt() * noise
 
     def _key_map(self, layer: int) -> Tensor:
         """K [D, r]: from latents to key dims."""
         rank = self.basis.spectrum.numel()
-        return (
-            gaussian(self.config.index_head_dim, rank, generator=self._stream(layer, "key map"))
-            * self._decay()
-        )
+        return gaussian(self.config.index_head_dim, rank, generator=self._stream(layer, "key map")) * self._decay()
 
     def _decay(self) -> Tensor:
         return torch.arange(1, self.basis.spectrum.numel() + 1, dtype=torch.float32) ** -KEY_DECAY
@@ -124,15 +121,10 @@ class WeightMaker:
         return 0.5 * gaussian(4, 2 * self.config.index_head_dim, generator=self._stream(layer, "ape"))
 
     def _norm(self, layer: int) -> Tensor:
-        return (
-            0.9 * (0.35 * gaussian(self.config.index_head_dim, generator=self._stream(layer, "norm"))).exp()
-        )
+        return 0.9 * (0.35 * gaussian(self.config.index_head_dim, generator=self._stream(layer, "norm"))).exp()
 
-    def _matrix(
-        self, mixture: Tensor, directions: Tensor, basis: Basis | None, generator: torch.Generator
-    ) -> Tensor:
-        """mixture [out, r] of directions [r, in], with a shared row, a noise floor and loud input channels;
-        fp64.
+    def _matrix(self, mixture: Tensor, directions: Tensor, basis: Basis | None, generator: torch.Generator) -> Tensor:
+        """mixture [out, r] of directions [r, in] with a shared row, a noise floor and loud inputs; fp64.
 
         With a basis the input is x, and its outlier channels get small weights, as training would give them.
         """
@@ -150,8 +142,7 @@ class WeightMaker:
 
 
 def fit_rows(weight: Tensor, probe: Tensor, *, std: float, offset: Tensor) -> Tensor:
-    """weight [out, in] scaled so that its outputs on probe [n, in] have that std, each row shifted to
-    `offset` [out].
+    """weight [out, in] scaled so that outputs on probe [n, in] have that std, and shifted to means `offset`.
 
     The shift goes along the probe's mean direction, as the bias of a layer without bias does. fp64.
     """

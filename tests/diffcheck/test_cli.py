@@ -13,11 +13,34 @@ from diffcheck.gates import NUMERIC_FIELDS
 from diffcheck.refimpl import Trace, save_traces
 
 QUICK = ["--layers", "4", "--queries", "24", "--precision", "reference,fp8", "--theta", "checkpoint,10000"]
-CASE_FIELDS = (
-    "layer precision theta backend length queries k visible vacuous jaccard jaccard_tied jaccard_kernel recall_mean "
-    "recall_p1 recall_worst jaccard_ideal needle_rank_reference needle_rank needle_selected survival score_rel_error "
-    "format_error kernel_error first_stage bytes_per_entry verdict"
-).split()
+CASE_FIELDS = [
+    "layer",
+    "precision",
+    "theta",
+    "backend",
+    "length",
+    "queries",
+    "k",
+    "visible",
+    "vacuous",
+    "jaccard",
+    "jaccard_tied",
+    "jaccard_kernel",
+    "recall_mean",
+    "recall_p1",
+    "recall_worst",
+    "jaccard_ideal",
+    "needle_rank_reference",
+    "needle_rank",
+    "needle_selected",
+    "survival",
+    "score_rel_error",
+    "format_error",
+    "kernel_error",
+    "first_stage",
+    "bytes_per_entry",
+    "verdict",
+]
 
 
 @pytest.fixture
@@ -141,7 +164,9 @@ def test_inspect(cli, mini):
 def test_fixture_then_run(cli, tmp_path):
     directory = tmp_path / "made"
     assert cli("fixture", directory, "--like", "mini", "--seed", "3")[0] == 0
-    status, out, _ = cli("run", "--checkpoint", directory, "--precision", "fp8", "--theta", "checkpoint", "--queries", "16")
+    status, out, _ = cli(
+        "run", "--checkpoint", directory, "--precision", "fp8", "--theta", "checkpoint", "--queries", "16"
+    )
     assert status == 0
     assert "made-up hidden states" in out
     one_line_error(cli("fixture", directory), "expected")

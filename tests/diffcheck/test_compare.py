@@ -79,7 +79,12 @@ def test_no_first_stage(layer, reference, change):
 def test_reference_against_itself(layer, reference):
     case = run(layer, reference)
     assert case["verdict"] == "same"
-    assert (case["jaccard"], case["jaccard_tied"], case["jaccard_kernel"], case["recall_worst"]) == (1, 1, 1, 1)
+    assert (case["jaccard"], case["jaccard_tied"], case["jaccard_kernel"], case["recall_worst"]) == (
+        1,
+        1,
+        1,
+        1,
+    )
     assert (case["score_rel_error"], case["format_error"], case["kernel_error"]) == (0, 0, 0)
     # entries that tie with the k-th place share its rank, and not all of them fit
     assert [b["p"] for b in case["survival"][:5]] == [1] * 5

@@ -542,8 +542,8 @@ def test_survival_with_ties() -> None:
 
 
 def test_survival_interval_and_vacuous() -> None:
-    # 16 rows make blocks of four. The first two blocks keep both entries of k = 2, the others nothing. All four
-    # draws are of one kind with a chance of 1/16 each, so the interval is 0 to 1. Single rows would not do that.
+    # 16 rows make blocks of four. The first two blocks keep both entries of k = 2, the others nothing. All
+    # draws are of one kind with a chance of 1/16 each, so the interval is 0 to 1; of single rows it is not.
     scores = -torch.arange(6.0).expand(16, 6)
     selected = ints([0, 1]).repeat(16, 1)
     selected[8:] = -1

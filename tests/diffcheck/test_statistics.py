@@ -55,6 +55,7 @@ def test_bootstrap_is_a_ratio_of_sums() -> None:
     # empty group (chance 1/27) gives no ratio.
     got = bootstrap([1, 0, 0], weights=[1, 3, 0], groups=[0, 1, 2])
     assert got == Interval(estimate=0.25, ci=(0, 1), groups=3)
+    assert bootstrap([0.25, 0, 0], weights=[0.25, 0.75, 0], groups=[0, 1, 2]) == got  # only ratios matter
     assert bootstrap([0, 0], weights=[0, 0], groups=[0, 1]) is None
     assert bootstrap([], groups=[]) is None
     assert bootstrap([4, 6], groups=[1, 1]) == Interval(estimate=5, ci=None, groups=1)

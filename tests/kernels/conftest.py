@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+
 def pytest_collection_modifyitems(items):
     """Tests of shapes that only a GPU can do say what they miss."""
     if torch.cuda.is_available():

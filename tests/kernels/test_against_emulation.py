@@ -11,12 +11,12 @@ import torch
 
 from diffcheck import kernels
 from diffcheck.backends import TritonBackend
+from diffcheck.checkpoint.layer import Checkpoint
 from diffcheck.fixture import write_checkpoint
 from diffcheck.formats import quantise
 from diffcheck.inputs.hidden import synthetic_hidden
 from diffcheck.kernels.layout import E2M1_BLOCK
 from diffcheck.pipeline import Pipeline
-from diffcheck.checkpoint.layer import Checkpoint
 from diffcheck.recipe import Recipe
 from diffcheck.refimpl.formats import E2M1_VALUES
 
@@ -42,7 +42,7 @@ FLASH = pytest.param(
 
 def recipe_of(name, config):
     if name == "qat-bf16":  # the reference's own keys and queries; only its bf16 scores have no kernel
-        unrounded = {f: "none" for f in ("round_gate", "round_dot", "round_product", "round_score")}
+        unrounded = dict.fromkeys(("round_gate", "round_dot", "round_product", "round_score"), "none")
         return Recipe.reference(config).replace(name=name, **unrounded)
     return Recipe.preset(name, config)
 
@@ -147,9 +147,7 @@ def test_scores_and_selection(layer, name, capsys):
     keys, queries, gate = trace["k_quant"].double(), trace["q_quant"].double(), trace["gate_folded"].double()
     if "q_scale" in trace:
         gate = gate / trace["q_scale"].double()
-    expected = torch.stack(
-        [(gate[r, :, None] * (queries[r] @ keys.T).relu()).sum(0) for r in range(len(visible))]
-    )
+    expected = torch.stack([(gate[r, :, None] * (queries[r] @ keys.T).relu()).sum(0) for r in range(len(visible))])
     shown = torch.arange(keys.shape[0], device=keys.device) < visible[:, None]
     a, b = trace["scores"].double()[shown], expected[shown]
     calc_diff = float(1 - 2 * (a @ b) / (a @ a + b @ b))

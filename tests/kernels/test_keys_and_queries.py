@@ -178,9 +178,7 @@ def store(inputs, slots, pages, device, **recipe):
 def test_store_key_is_its_recipe(name, device):
     recipe = RECIPES[name]
     inputs = make_keys([65, 3], trailing=2)
-    inputs["norm_weight"] = (
-        inputs["norm_weight"].bfloat16() if name.startswith("reference") else inputs["norm_weight"]
-    )
+    inputs["norm_weight"] = inputs["norm_weight"].bfloat16() if name.startswith("reference") else inputs["norm_weight"]
     slots = torch.randperm(4 * 64)[:68]
     pages = allocate_pages(recipe["fmt"], 4, device)
     store(inputs, slots, pages, device, **recipe)
@@ -254,9 +252,7 @@ def test_store_key_shows_poison(fmt, poison, device):
 
 def test_store_key_of_rows_outside_is_nan(device):
     inputs = make_keys([3])
-    inputs["token_row"] = torch.tensor(
-        [10, 1, 4], dtype=torch.int32
-    )  # past the end; previous window before row 0
+    inputs["token_row"] = torch.tensor([10, 1, 4], dtype=torch.int32)  # past the end; previous window before row 0
     inputs["entry_index"] = torch.tensor([0, 1, 1], dtype=torch.int32)
     pages = allocate_pages("e4m3", 1, device)
     store(inputs, torch.arange(3), pages, device, fmt="e4m3")
@@ -282,9 +278,7 @@ def test_zero_rows_have_zero_codes(fmt, floor, device):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("heads", [16, 48])
 def test_quantise_query_is_its_recipe(name, heads, device):
-    recipe = RECIPES[name] | {
-        "round_bf16": [s for s in RECIPES[name]["round_bf16"] if s in ("rope", "hadamard")]
-    }
+    recipe = RECIPES[name] | {"round_bf16": [s for s in RECIPES[name]["round_bf16"] if s in ("rope", "hadamard")]}
     q, gate = torch.randn(5, heads, 128).bfloat16(), torch.randn(5, heads)
     gate = gate.bfloat16() if heads == 48 else gate
     angles = torch.tensor([0, 1, 7, 1000, 65000])[:, None] * torch.logspace(0, -5, 32)
@@ -306,9 +300,7 @@ def test_quantise_query_is_its_recipe(name, heads, device):
     assert query.fmt == recipe["fmt"]
 
 
-@pytest.mark.parametrize(
-    ("ties", "rounded"), [("even", [0, 1, 1, 2, 2, 4, 4]), ("down", [0, 0.5, 1, 1.5, 2, 3, 4])]
-)
+@pytest.mark.parametrize(("ties", "rounded"), [("even", [0, 1, 1, 2, 2, 4, 4]), ("down", [0, 0.5, 1, 1.5, 2, 3, 4])])
 @pytest.mark.parametrize("fp4_step", [False, True])
 def test_ties_are_the_recipes(ties, rounded, fp4_step, device):
     """Every midpoint of e2m1 in a row that no rotation touches; the FP4 step is ties to even anyway."""
@@ -329,9 +321,7 @@ def test_quantise_query_shows_poison(fmt, device):
     q = torch.randn(1, 16, 128).bfloat16()
     q[0, 3, 5], q[0, 7, 100] = float("nan"), float("inf")
     ones, zeros = torch.ones(1, 32, device=device), torch.zeros(1, 32, device=device)
-    query = quantise_query(
-        q.to(device), torch.ones(1, 16, device=device), ones, zeros, gate_scale=1.0, fmt=fmt
-    )
+    query = quantise_query(q.to(device), torch.ones(1, 16, device=device), ones, zeros, gate_scale=1.0, fmt=fmt)
     values = dequantise(query.codes, query.scales, fmt)[0].cpu()
     assert (~values.isfinite()).all(-1).nonzero().flatten().tolist() == [3, 7]
     assert (~values.isfinite()).any(-1).nonzero().flatten().tolist() == [3, 7]

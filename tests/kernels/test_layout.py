@@ -15,9 +15,7 @@ def random_entries(fmt, count):
         return torch.randn(count, 128).bfloat16(), None
     if fmt == "e4m3":
         return torch.randn(count, 128).to(torch.float8_e4m3fn), torch.rand(count)
-    return torch.randint(256, (count, 64), dtype=torch.uint8), torch.randint(
-        100, 150, (count, 4), dtype=torch.uint8
-    )
+    return torch.randint(256, (count, 64), dtype=torch.uint8), torch.randint(100, 150, (count, 4), dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("fmt", PAGE_FORMATS)
@@ -66,9 +64,7 @@ def test_round_trip_skips_minus_one(fmt, device):
     slots[[3, 50]] = -1
     codes, scales = random_entries(fmt, 70)
     pages = allocate_pages(fmt, 4, device)
-    write_entries(
-        pages, fmt, slots.to(device), codes.to(device), None if scales is None else scales.to(device)
-    )
+    write_entries(pages, fmt, slots.to(device), codes.to(device), None if scales is None else scales.to(device))
     kept = slots >= 0
     got_codes, got_scales = read_entries(pages, fmt, slots[kept].to(device))
     assert torch.equal(got_codes.cpu().view(torch.uint8), codes[kept].view(torch.uint8))

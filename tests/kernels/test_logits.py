@@ -29,14 +29,10 @@ PAIRS = [(q_fmt, fmt) for fmt, q_formats in QUERY_FORMATS_OF.items() for q_fmt i
 def random_codes(fmt, *shape):
     """Codes and scales as a quantiser would leave them, with a few zero rows."""
     if fmt == "e4m3":
-        return (torch.randn(*shape, 128) * 100).clamp(-448, 448).to(torch.float8_e4m3fn), torch.rand(
-            *shape
-        ) / 100
+        return (torch.randn(*shape, 128) * 100).clamp(-448, 448).to(torch.float8_e4m3fn), torch.rand(*shape) / 100
     if fmt == "bf16":
         return torch.randn(*shape, 128).bfloat16(), None
-    return torch.randint(256, (*shape, 64), dtype=torch.uint8), torch.randint(
-        120, 129, (*shape, 4), dtype=torch.uint8
-    )
+    return torch.randint(256, (*shape, 64), dtype=torch.uint8), torch.randint(120, 129, (*shape, 4), dtype=torch.uint8)
 
 
 def random_query(fmt, rows, heads, device):
@@ -81,9 +77,7 @@ class Pool:
         if pages is None:
             self.pages.fill_(0xFF)  # NaN in every format: values, fp32 scales and ue8m0 bytes
         order = (first_page + torch.randperm(total)).tolist()
-        table = torch.randint(
-            -(2**31), 2**31, (len(key_counts), width)
-        )  # nothing may be followed past the length
+        table = torch.randint(-(2**31), 2**31, (len(key_counts), width))  # nothing may be followed past the length
         for request, count in enumerate(needed):
             for column in range(count):
                 table[request, column] = order.pop()
@@ -191,9 +185,7 @@ def test_ragged_two_requests(q_fmt, fmt, keys, device):
     wants = []
     for row, (a, b) in enumerate(spans):
         part = slice(a, b)
-        wants.append(
-            (a, *exact_scores(query, row, codes[part], None if scales is None else scales[part], fmt))
-        )
+        wants.append((a, *exact_scores(query, row, codes[part], None if scales is None else scales[part], fmt)))
     assert_scores(f"ragged {q_fmt} x {fmt}, {keys} keys", got, wants)
     assert_scores("naive", ragged_logits_naive(query, codes, scales, start, end, fmt=fmt), wants)
 
@@ -300,9 +292,7 @@ def test_flash_shapes(q_fmt, fmt, device):
     wants = []
     for row, (a, b) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
         part = slice(a, b)
-        wants.append(
-            (a, *exact_scores(query, row, codes[part], None if scales is None else scales[part], fmt))
-        )
+        wants.append((a, *exact_scores(query, row, codes[part], None if scales is None else scales[part], fmt)))
     start, end = start.to(device), end.to(device)
     got = ragged_logits(query, codes, scales, start, end, fmt=fmt)
     assert_scores(f"ragged {q_fmt} x {fmt}, Flash", got, wants)

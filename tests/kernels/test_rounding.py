@@ -48,9 +48,7 @@ def apply(device):
         to_float = which.startswith(("from", "round", "exp"))
         out = torch.empty(len(x), dtype=torch.float32 if to_float else torch.int32, device=device)
         block = 4096
-        apply_kernel[(triton.cdiv(len(x), block),)](
-            x, out, len(x), WHICH=which, BLOCK=block, enable_fp_fusion=False
-        )
+        apply_kernel[(triton.cdiv(len(x), block),)](x, out, len(x), WHICH=which, BLOCK=block, enable_fp_fusion=False)
         return out.cpu().numpy()
 
     return run
@@ -67,12 +65,8 @@ def fp32(bits):
 def awkward(values):
     """fp32 values around a grid: points, midpoints, one ulp to both sides of each; random; special."""
     grid = np.unique(np.abs(values[np.isfinite(values)]).astype(np.float32))
-    points = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, grid[-1:] * [1.01, 1.1, 2, 1e6]]).astype(
-        np.float32
-    )
-    points = np.concatenate(
-        [points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(np.inf))]
-    )
+    points = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, grid[-1:] * [1.01, 1.1, 2, 1e6]]).astype(np.float32)
+    points = np.concatenate([points, np.nextafter(points, np.float32(0)), np.nextafter(points, np.float32(np.inf))])
     rng = np.random.default_rng(0)
     spread = np.exp2(rng.uniform(-20, 12, 20000)).astype(np.float32)
     anything = fp32(rng.integers(0, 2**31, 20000, dtype=np.uint32))
@@ -137,9 +131,7 @@ def test_ue8m0_is_the_exact_ceiling_of_log2(apply):
     rng = np.random.default_rng(1)
     x = fp32(rng.integers(0x0080_0000, 0x7E80_0000, 20000, dtype=np.uint32))
     powers = np.exp2(np.arange(-126, 127)).astype(np.float32)
-    x = np.concatenate(
-        [x, powers, np.nextafter(powers, np.float32(np.inf)), np.nextafter(powers[1:], np.float32(0))]
-    )
+    x = np.concatenate([x, powers, np.nextafter(powers, np.float32(np.inf)), np.nextafter(powers[1:], np.float32(0))])
     mantissa, exponent = np.frexp(x)  # x = mantissa * 2^exponent, mantissa in [0.5, 1)
     want = np.where(mantissa == 0.5, exponent - 1, exponent) + 127
     np.testing.assert_array_equal(apply("to_ue8m0", x), want)
@@ -169,9 +161,7 @@ def test_bf16_rounding_is_torchs(apply):
     rng = np.random.default_rng(2)
     x = fp32(rng.integers(0, 2**32, 50000, dtype=np.uint32))
     halves = fp32((rng.integers(0, 2**16, 5000, dtype=np.uint32) << 16) | 0x8000)
-    x = np.concatenate(
-        [x, halves, np.array([0, -0.0, np.inf, -np.inf, np.nan, 3.4028e38, 1e-45], np.float32)]
-    )
+    x = np.concatenate([x, halves, np.array([0, -0.0, np.inf, -np.inf, np.nan, 3.4028e38, 1e-45], np.float32)])
     want = torch.from_numpy(x).bfloat16()
     np.testing.assert_array_equal(apply("round_bf16", x), want.float().numpy())
     codes, numbers = apply("to_bf16", x), ~np.isnan(x)

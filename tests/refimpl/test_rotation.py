@@ -93,7 +93,7 @@ def test_published_ramp(support):
 
 
 def test_equal_ramp_ends_do_not_divide_by_zero(support):
-    """Over six positions no pair turns even once: both ends of the ramp are pair 0, and a step is left of it."""
+    """Over six positions no pair turns even once: both ends are pair 0 and the ramp is a step."""
     short = dataclasses.replace(support.PUBLISHED_YARN, original_max_position_embeddings=6)
     got, plain = inverse_frequencies(160000.0, 64, short), inverse_frequencies(160000.0, 64, None)
     assert got[0] == plain[0]
