@@ -136,10 +136,16 @@ def run(
 
 @app.command()
 def inspect(checkpoint: Checkpoint) -> None:
-    """Print a checkpoint's layer map, config values with their sources, traps, and header coverage."""
+    """Print a checkpoint's layer map, config values with their sources, traps, and header coverage.
+
+    Exits with 2 when a layer could not be run on, or would give garbage.
+    """
     from .checkpoint.inspect import inspect_checkpoint, render
 
-    render(inspect_checkpoint(checkpoint), _console())
+    inspection = inspect_checkpoint(checkpoint)
+    render(inspection, _console())
+    if inspection.errors:
+        raise typer.Exit(2)
 
 
 @app.command()

@@ -5,8 +5,9 @@ Not importable by name (pytest runs in importlib mode): the `support` fixture ha
 
 import numpy as np
 import torch
-from diffcheck.refimpl import STAGES, IndexerConfig, IndexerWeights, Trace, Yarn
 from torch import Tensor
+
+from diffcheck.refimpl import STAGES, IndexerConfig, IndexerWeights, Trace, Yarn
 
 PUBLISHED_YARN = Yarn(factor=16.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=65536)
 STORED = ("fp8", "fp4", "bf16", "fp32")
@@ -90,9 +91,7 @@ def assert_same_bits(got: Tensor, want: Tensor, what: str) -> None:
     if not torch.equal(bits(got), bits(want)):
         wrong = bits(got).view(*got.shape, -1).ne(bits(want).view(*want.shape, -1)).any(-1)
         worst = (got.double() - want.double()).abs().max()
-        raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements differ, by up to {worst}"
-        )
+        raise AssertionError(f"{what}: {int(wrong.sum())} of {wrong.numel()} elements differ, by up to {worst}")
 
 
 def assert_same_trace(got: Trace, want: Trace, stages: tuple[str, ...] = STAGES) -> None:

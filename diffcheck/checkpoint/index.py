@@ -15,8 +15,9 @@ the user's business: Hugging Face's cache keeps each shard of a snapshot as a li
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -51,6 +52,7 @@ class TensorIndex:
     locations: Mapping[str, tuple[Location, ...]]
     files: tuple[str, ...]
     _headers: dict[str, dict[str, Entry]] = field(default_factory=dict, repr=False)
+    _unindexed: list[tuple[str, str, str]] | None = field(default=None, repr=False)
 
     def header(self, file: str) -> dict[str, Entry]:
         """Header of one shard by stored name, read once; checked against the index.
@@ -62,8 +64,7 @@ class TensorIndex:
             if not self.has(file):
                 count = sum(any(place.file == file for place in places) for places in self.locations.values())
                 raise InputError(
-                    f"{self.directory / file}: absent or a broken link, expected {count} tensors there by "
-                    f"{self.source}"
+                    f"{self.directory / file}: absent or a broken link, expected {count} tensors there by {self.source}"
                 )
             header = read_header(self.directory / file)
             for name, elsewhere in self.misplaced(file, header):
@@ -82,6 +83,24 @@ class TensorIndex:
             if places and not any(place.file == file for place in places):
                 yield name, places[0].file
 
+    def check_single(self, wanted: Container[str]) -> None:
+        """Raise InputError when a second shard holds one of the `wanted` canonical names.
+
+        Reads the headers of the other shards that are there; one that cannot be read is not needed and no error.
+        """
+        if self._unindexed is None:
+            self._unindexed = []
+            for file in self.files:
+                if file not in self._headers and self.has(file):
+                    with contextlib.suppress(InputError):
+                        copies = self.misplaced(file, read_header(self.directory / file))
+                        self._unindexed += [(name, elsewhere, file) for name, elsewhere in copies]
+        for name, elsewhere, file in self._unindexed:
+            if canonical_name(name) in wanted:
+                raise InputError(
+                    f"{self.directory}: {name} is in two shards, {elsewhere} (by {self.source}) and {file}, expected one"
+                )
+
     def has(self, file: str) -> bool:
         """True when the shard is there (a link that leads somewhere counts)."""
         return (self.directory / file).is_file()
@@ -91,8 +110,7 @@ class TensorIndex:
         header = self.header(location.file)
         if location.name not in header:
             raise InputError(
-                f"{self.directory / location.file}: does not hold {location.name}, expected there by "
-                f"{self.source}"
+                f"{self.directory / location.file}: does not hold {location.name}, expected there by {self.source}"
             )
         return header[location.name]
 
@@ -169,9 +187,7 @@ def _from_headers(directory: Path, files: list[str]) -> TensorIndex:
         for name in header:
             _place(locations, Location(file, name), directory)
     if not locations:
-        raise InputError(
-            f"{directory}: no weights in {', '.join(files)[:200]}, expected a checkpoint's tensors"
-        )
+        raise InputError(f"{directory}: no weights in {', '.join(files)[:200]}, expected a checkpoint's tensors")
     return TensorIndex(directory, "headers", locations, tuple(headers), headers)
 
 
@@ -202,9 +218,7 @@ def _from_ranks(directory: Path, files: list[str]) -> TensorIndex:
         raise InputError(f"{directory}: rank files of {sorted(worlds)} ranks, expected one set")
     for rank in range(world):
         if rank not in by_rank:
-            raise InputError(
-                f"{directory}: model{rank}-mp{world}.safetensors is absent, expected all {world} ranks"
-            )
+            raise InputError(f"{directory}: model{rank}-mp{world}.safetensors is absent, expected all {world} ranks")
     if len(by_rank) != len(files) or max(by_rank) >= world:
         raise InputError(
             f"{directory}: rank files {', '.join(files)[:200]}, expected ranks 0 to {world - 1}, each once"

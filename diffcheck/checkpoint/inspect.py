@@ -154,8 +154,7 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
         directory=str(checkpoint.directory),
         source=checkpoint.index.source,
         config=tuple(
-            ConfigValue(name=name, value=getattr(config, name), source=config.sources[name])
-            for name in CONFIG_FIELDS
+            ConfigValue(name=name, value=getattr(config, name), source=config.sources[name]) for name in CONFIG_FIELDS
         ),
         traps=config.traps,
         layers=layers,
@@ -191,12 +190,8 @@ def _read_headers(checkpoint: Checkpoint, report: _Report) -> tuple[dict[str, En
                 report.add(str(problem), error=False)
             shards.append(Shard(file=file, tensors=None, nbytes=None))
             continue
-        shards.append(
-            Shard(file=file, tensors=len(header), nbytes=sum(entry.nbytes for entry in header.values()))
-        )
-        report.add_names(
-            f"{file} does not hold what {index.source} places there", set(wanted) - header.keys()
-        )
+        shards.append(Shard(file=file, tensors=len(header), nbytes=sum(entry.nbytes for entry in header.values())))
+        report.add_names(f"{file} does not hold what {index.source} places there", set(wanted) - header.keys())
         report.add_names(
             f"{file} holds what {index.source} places in another shard",
             (name for name, _ in index.misplaced(file, header)),
@@ -229,17 +224,11 @@ def _check_scales_present(present: Mapping[str, Entry], report: _Report) -> None
     )
     report.add_names(
         "scale without a weight",
-        (
-            name
-            for name in present
-            if name.endswith(".scale") and name.removesuffix("scale") + "weight" not in present
-        ),
+        (name for name in present if name.endswith(".scale") and name.removesuffix("scale") + "weight" not in present),
     )
 
 
-def _cover_layers(
-    checkpoint: Checkpoint, present: Mapping[str, Entry], report: _Report
-) -> tuple[LayerCoverage, ...]:
+def _cover_layers(checkpoint: Checkpoint, present: Mapping[str, Entry], report: _Report) -> tuple[LayerCoverage, ...]:
     ratios = checkpoint.config.compress_ratios
     held: dict[int, set[str]] = defaultdict(set)
     for name in present:
@@ -248,9 +237,7 @@ def _cover_layers(
             held[inside[0]].add(inside[1])
     beyond = sorted(layer for layer in held if layer >= len(ratios))
     if beyond:
-        report.add(
-            f"layers {_numbers(beyond)} are beyond the {len(ratios)} layers of the config", error=False
-        )
+        report.add(f"layers {_numbers(beyond)} are beyond the {len(ratios)} layers of the config", error=False)
     experts = _routed_experts(checkpoint)
     layers = []
     lacking: dict[tuple[str, tuple[str, ...]], list[int]] = defaultdict(list)
@@ -271,17 +258,13 @@ def _cover_layers(
         state, nbytes = "none", 0
         if ratio == INDEXER_RATIO:
             state, nbytes = _check_indexer(checkpoint, layer, groups["indexer"], report)
-        layers.append(
-            LayerCoverage(layer=layer, ratio=ratio, indexer=state, groups=groups, bytes_needed=nbytes)
-        )
+        layers.append(LayerCoverage(layer=layer, ratio=ratio, indexer=state, groups=groups, bytes_needed=nbytes))
     for (group, absent), numbers in lacking.items():
         report.add(f"{group}: layers {_numbers(numbers)} lack {_some(list(absent))}", error=False)
     return tuple(layers)
 
 
-def _check_indexer(
-    checkpoint: Checkpoint, layer: int, count: tuple[int, int], report: _Report
-) -> tuple[str, int]:
+def _check_indexer(checkpoint: Checkpoint, layer: int, count: tuple[int, int], report: _Report) -> tuple[str, int]:
     """State of one indexer and the bytes `run` would read of it."""
     if layer in checkpoint.absent_layers:
         return "absent", 0

@@ -7,8 +7,8 @@ shards.
 
 What is refused, with one line that names the tensor and what was expected: an indexer with a tensor missing;
 fp8 (or fp4) without its scale, or a plain weight with one; a shape or dtype that the config does not imply;
-NaN or inf; a scale that is NaN, not positive, or outside 2^-64 .. 2^64 (`SCALE_BOUND`; a scale is near the
-block's largest weight over 448, so that a trained one is far inside).
+NaN or inf; a scale that is NaN, not positive, or above 2^64 (`SCALE_BOUND`; a scale is near the block's largest
+weight over 448, so that a trained one is far below; a tiny one only says that its block is zero).
 
 What is *not* refused, because only a person can tell, is a scale of a wrong meaning: `implausible_scale`
 recognises an e8m0 byte that was copied as a number (112.0 for 2^-15).
@@ -31,7 +31,7 @@ from .names import INDEXER_TENSORS, SHARDED_BY_HEAD, layer_name
 from .shard import Entry, read_rows, read_tensors
 
 SCALE_BOUND = 2.0**64
-"""Largest weight scale that is accepted; the smallest is its inverse."""
+"""Largest weight scale that is accepted."""
 IMPLAUSIBLE_RMS = 10.0
 """RMS of a dequantised weight beyond which its scales cannot be meant; a trained one is near in^-0.5."""
 _PLAIN = ("BF16", "F32", "F16")
@@ -52,9 +52,7 @@ def resolve_directory(path: str | Path) -> tuple[Path, str | None]:
         if path.is_file():
             if path.suffix == ".safetensors" and (path.parent / "config.json").is_file():
                 return path.parent, path.name
-            raise InputError(
-                f"{path}: is a file, expected a directory with config.json and safetensors shards"
-            )
+            raise InputError(f"{path}: is a file, expected a directory with config.json and safetensors shards")
         if not path.is_dir():
             raise InputError(f"{path}: no such directory, expected a checkpoint directory")
         if not any(path.iterdir()):
@@ -79,9 +77,7 @@ def _snapshot(repository: Path) -> Path:
             return chosen
         raise InputError(f"{repository}: refs/main names {chosen.name}, which is not in snapshots")
     if len(snapshots) != 1:
-        raise InputError(
-            f"{repository}: has {len(snapshots)} snapshots and no refs/main, expected the path of one"
-        )
+        raise InputError(f"{repository}: has {len(snapshots)} snapshots and no refs/main, expected the path of one")
     return snapshots[0]
 
 
@@ -223,8 +219,7 @@ class Checkpoint:
             scales = scales.view(torch.float8_e8m0fnu)
         _check_scale(scales, f"{self.directory}/{parts['wq_b_scale'].where}")
         rows = read_rows(self.directory / wq_b.file, wq_b.name, block[0])
-        first = 1 if rows.dtype == torch.float8_e4m3fn else len(rows)
-        return implausible_scale(rows, scales[:first], block)
+        return implausible_scale(rows, scales[: len(rows)], block)
 
     def _locate(self, layer: int) -> dict[str, _Part]:
         """Places and header entries of a layer's tensors, all names, dtypes and shapes checked."""
@@ -244,6 +239,7 @@ class Checkpoint:
             entries = tuple(self.index.entry(place) for place in places)
             parts[field] = _Part(layer_name(layer, field), places, entries)
         self._check_headers(parts)
+        self.index.check_single(frozenset(layer_name(layer, field) for field in held))
         return parts
 
     def _check_headers(self, parts: dict[str, _Part]) -> None:
@@ -321,14 +317,12 @@ def _check_finite(tensor: Tensor, where: str) -> None:
         return
     if bad.any():
         first = torch.nonzero(bad)[0].tolist()
-        raise InputError(
-            f"{where} holds {int(bad.sum())} NaN or inf values, first at {first}, expected finite weights"
-        )
+        raise InputError(f"{where} holds {int(bad.sum())} NaN or inf values, first at {first}, expected finite weights")
 
 
 def _check_scale(scale: Tensor, where: str) -> None:
     value = scale.float()
-    bad = ~((value >= 1 / SCALE_BOUND) & (value <= SCALE_BOUND))  # NaN is neither
+    bad = ~((value > 0) & (value <= SCALE_BOUND))  # NaN is neither
     if bad.any():
         first = tuple(torch.nonzero(bad)[0].tolist())
         found = f"{float(value[first]):g}"
@@ -336,7 +330,7 @@ def _check_scale(scale: Tensor, where: str) -> None:
             found = f"byte {int(scale.view(torch.uint8)[first])} ({found})"
         raise InputError(
             f"{where} holds {int(bad.sum())} scales out of range, first {found} at {list(first)}, "
-            "expected 2^-64 to 2^64"
+            "expected above 0 and at most 2^64"
         )
 
 

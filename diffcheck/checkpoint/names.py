@@ -44,9 +44,7 @@ _TOP = {
     "hc_head.hc_base": "hc_head_base",
     "hc_head.hc_scale": "hc_head_scale",
 }
-_TOP_NAMES = frozenset(
-    {"embed.weight", "head.weight", "norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale"}
-)
+_TOP_NAMES = frozenset({"embed.weight", "head.weight", "norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale"})
 _COMPRESSOR = {"kv_proj": "wkv", "gate_proj": "wgate", "position_bias": "ape", "kv_norm": "norm"}
 _PREFIXES: tuple[tuple[str, str, dict[str, str]], ...] = (
     # prefix, canonical prefix, names directly below it; the first prefix that matches is the only one applied
@@ -159,9 +157,7 @@ def expected_in_layer(ratio: int, routed_experts: int) -> dict[str, tuple[str, .
     linears = ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "q_norm", "kv_norm")
     attention = ["attn_norm.weight", *(f"attn.{name}.weight" for name in linears), "attn.attn_sink"]
     if ratio:
-        attention += [
-            f"attn.compressor.{name}" for name in ("wkv.weight", "wgate.weight", "ape", "norm.weight")
-        ]
+        attention += [f"attn.compressor.{name}" for name in ("wkv.weight", "wgate.weight", "ape", "norm.weight")]
     experts = ["shared_experts", *(f"experts.{number}" for number in range(routed_experts))]
     return {
         "indexer": tuple(n for f, n in INDEXER_TENSORS.items() if f != "wq_b_scale") if ratio == 4 else (),

@@ -100,9 +100,7 @@ def read_header_and_metadata(path: Path) -> tuple[dict[str, Entry], dict[str, st
         header[name], last = _entry(path, name, record)
         end = max(end, last)
     if 8 + length + end > size:
-        raise InputError(
-            f"{path}: truncated, the file has {size} bytes, expected {8 + length + end} from its header"
-        )
+        raise InputError(f"{path}: truncated, the file has {size} bytes, expected {8 + length + end} from its header")
     return header, metadata if isinstance(metadata, dict) else {}
 
 

@@ -79,9 +79,9 @@ class Basis:
 
     @property
     def query_projection(self) -> Tensor:
-        """The query projection as one matrix fp32 [L, H]; dense, so only for small use and for writing
+        """The query projection as one matrix fp64 [L, H]; dense, so only for small use and for writing
         weights."""
-        dense = self.spread.T @ self.read
+        dense = self.spread.double().T @ self.read.double()
         rows = torch.arange(self.picked.numel())
         dense[rows, self.picked] += PICK
         return dense
@@ -139,7 +139,12 @@ def model_basis(hidden: int, q_lora: int) -> Basis:
 
 
 def orthonormal_rows(rows: Tensor) -> Tensor:
-    """Rows [n, m], n <= m, made orthonormal (QR in fp64), signs fixed by the rows themselves; fp32."""
+    """Rows [n, m] made orthonormal (QR in fp64), signs fixed by the rows themselves; only of length 1 when n > m.
+
+    fp32.
+    """
+    if rows.shape[0] > rows.shape[1]:
+        return torch.nn.functional.normalize(rows, dim=1)
     q, r = torch.linalg.qr(rows.double().T)
     signed: Tensor = q * r.diagonal().sign()
     return signed.T.float().contiguous()

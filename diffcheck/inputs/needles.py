@@ -239,7 +239,8 @@ class Planter:
         lines: how many straight lines may be tried in a row; 1 is the definition. Raises InputError when the
         row sees no more than index_topk entries (vacuous), the depth is outside 0..1, or the row's other
         scores leave no room (max = tau), and its subclass `Unreachable` when the gradient is zero or no alpha
-        within LARGEST_STEP times the rows' own length (LINE_STEP for each of several lines) reaches the target. self.x is then as before.
+        within LARGEST_STEP times the rows' own length (LINE_STEP for each of several lines) reaches the
+        target. self.x is then as before.
         """
         plan = NeedlePlan(query=query, depth=depth, strength=strength)
         plan.check(self.x.shape[0], self.ideal.config.index_topk)

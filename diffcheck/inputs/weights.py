@@ -73,7 +73,7 @@ class WeightMaker:
     def _wq_a(self, layer: int) -> Tensor:
         """The query projection of the basis, a tenth of it this layer's own."""
         dense = self.basis.query_projection
-        noise = gaussian(*dense.shape, generator=self._stream(layer, "wq_a"))
+        noise = gaussian(*dense.shape, generator=self._stream(layer, "wq_a")).double()
         return dense + 0.1 * dense.square().mean().sqrt() * noise
 
     def _key_map(self, layer: int) -> Tensor:

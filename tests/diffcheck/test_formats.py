@@ -14,7 +14,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from diffcheck.refimpl.formats import e4m3_fake_quantise, fp4_step
 
 from diffcheck.formats import (
     BF16,
@@ -28,6 +27,7 @@ from diffcheck.formats import (
     quantise,
     round_to_grid,
 )
+from diffcheck.refimpl.formats import e4m3_fake_quantise, fp4_step
 
 DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -272,9 +272,7 @@ def test_the_general_formats_contain_the_references_two(awkward):
 def test_reciprocal_moves_a_few_codes_of_an_fp32_scale_and_none_of_a_power_of_two():
     x = torch.randn(2000, 128, generator=torch.Generator().manual_seed(0))
     for scale, most in (("fp32", 0.01), ("ue8m0", 0.0)):
-        one, other = (
-            quantise(x, Format(element="e4m3", scale=scale, reciprocal=flag))[0] for flag in (False, True)
-        )
+        one, other = (quantise(x, Format(element="e4m3", scale=scale, reciprocal=flag))[0] for flag in (False, True))
         share = float((one != other).float().mean())
         assert share <= most
         assert (share > 0) == (most > 0)

@@ -13,11 +13,11 @@ from collections import Counter
 
 import pytest
 import torch
-from diffcheck.refimpl import STAGES, InputError, Trace, indexer, run_indexer
-from diffcheck.refimpl.rotation import apply_rope, inverse_frequencies, rope_table
 
 from diffcheck import Format, Recipe, evaluate
 from diffcheck.pipeline import Pipeline
+from diffcheck.refimpl import STAGES, InputError, Trace, indexer, run_indexer
+from diffcheck.refimpl.rotation import apply_rope, inverse_frequencies, rope_table
 from diffcheck.stages import GRAPH, INTERNAL
 
 E4M3 = Format(element="e4m3")
@@ -138,9 +138,7 @@ def test_the_reference_recipe_in_a_continuation_with_queries(support, split):
         assert got.start == want.start == split
 
 
-@pytest.mark.parametrize(
-    "name", ["reference", "ideal", "sglang-fp8", "vllm-mxfp4", "trtllm-fp8", "llama.cpp"]
-)
+@pytest.mark.parametrize("name", ["reference", "ideal", "sglang-fp8", "vllm-mxfp4", "trtllm-fp8", "llama.cpp"])
 def test_any_recipe_in_chunks(support, layer, name):
     cfg, weights, x, qr = layer
     recipe = Recipe.preset(name, cfg)
@@ -151,9 +149,7 @@ def test_any_recipe_in_chunks(support, layer, name):
         piece = evaluate(recipe, cfg, weights, x[part], qr[part], start=start, state=state)
         entries = piece["scores"].shape[1]
         support.assert_same_bits(piece["scores"], whole["scores"][part, :entries], "scores")
-        support.assert_same_bits(
-            piece["k_quant"], whole["k_quant"][start // 4 : (start + length) // 4], "k_quant"
-        )
+        support.assert_same_bits(piece["k_quant"], whole["k_quant"][start // 4 : (start + length) // 4], "k_quant")
         state, start = piece.state, start + length
     support.assert_same_bits(state.keys, whole.state.keys, "state.keys")
 
@@ -192,8 +188,7 @@ def results(layer, bases):
 def test_a_field_changes_its_readers_and_nothing_else(support, results, field):
     """Every declared reader changes on one of the bases, and only what depends on the readers does."""
     moved = {
-        base: changed_stages(support, results[base, None], results[base, field])
-        for base in ("reference", "ideal")
+        base: changed_stages(support, results[base, None], results[base, field]) for base in ("reference", "ideal")
     }
     for changed in moved.values():
         assert changed <= reach(READERS[field])
@@ -297,17 +292,13 @@ def test_a_stage_on_the_preceding_stages_of_another_recipe(support, layer, bases
     reference, ideal = bases["reference"], bases["ideal"]
     got = pipeline.stage(reference, "k_quant", given=ideal)
     call = pipeline.call
-    want = GRAPH["k_quant"].function(
-        call, reference, {"k_hadamard": pipeline.stage(ideal, "k_hadamard")}, call.rows
-    )
+    want = GRAPH["k_quant"].function(call, reference, {"k_hadamard": pipeline.stage(ideal, "k_hadamard")}, call.rows)
     support.assert_same_bits(got, want, "k_quant")
     assert not support.same_bits(got, pipeline.stage(reference, "k_quant"))
     # what no trace holds belongs to the stage itself
     own = pipeline.stage(reference.replace(round_pool_gemm="bf16"), "pool", given=reference)
     assert not support.same_bits(own, pipeline.stage(reference, "pool"))
-    support.assert_same_bits(
-        pipeline.stage(reference, "pool", given=ideal), pipeline.stage(reference, "pool"), "pool"
-    )
+    support.assert_same_bits(pipeline.stage(reference, "pool", given=ideal), pipeline.stage(reference, "pool"), "pool")
 
 
 # Single stages against plain formulas, on the reference's own preceding stages.
@@ -338,9 +329,7 @@ def test_every_rounding_of_the_scores_acts(support, pipeline, reference):
 @pytest.mark.parametrize("score", ["none", "fp16"])
 @pytest.mark.parametrize("relu", [True, False])
 def test_scores_of_every_combination(pipeline, reference, dot, product, score, relu):
-    recipe = reference.replace(
-        round_dot=dot, round_product=product, round_score=score, relu=relu, round_gate="none"
-    )
+    recipe = reference.replace(round_dot=dot, round_product=product, round_score=score, relu=relu, round_gate="none")
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
     def through(x, rounding):
@@ -363,9 +352,7 @@ def test_scores_of_every_combination(pipeline, reference, dot, product, score, r
 @pytest.mark.parametrize("where", ["last", "first"])
 def test_rope_of_every_layout(pipeline, reference, side, pairing, where):
     """By complex numbers in fp64; 1e-6 of the pair's magnitude."""
-    recipe = reference.replace(
-        pairing=pairing, slice=where, round_q_rope="none", round_k_rope="none", mscale=1.5
-    )
+    recipe = reference.replace(pairing=pairing, slice=where, round_q_rope="none", round_k_rope="none", mscale=1.5)
     before = pipeline.stage(recipe, "q" if side == "q" else "k_norm").double()
     got = pipeline.stage(recipe, f"{side}_rope").double()
     rotated, kept = (slice(64, 128), slice(0, 64)) if where == "last" else (slice(0, 64), slice(64, 128))
@@ -431,9 +418,7 @@ def test_ties_take_the_lower_or_the_higher_index(layer):
     cfg, weights, x, qr = layer
     same = x[:1].expand(38, -1).contiguous()
     pipeline = Pipeline(cfg, weights, same, qr)
-    recipe = Recipe.reference(cfg).replace(
-        k_theta=1e9, k_yarn=None, ape=False, round_k_rope="bf16", overlap=False
-    )
+    recipe = Recipe.reference(cfg).replace(k_theta=1e9, k_yarn=None, ape=False, round_k_rope="bf16", overlap=False)
     scores = pipeline.stage(recipe, "scores")
     scores.masked_fill_(scores.isfinite(), 1.0)  # the stage's own tensor: topk reads it
     lower, higher = (pipeline.stage(recipe.replace(ties=t), "topk") for t in ("lower", "higher"))

@@ -11,12 +11,12 @@ import json
 
 import pytest
 import torch
-from diffcheck.refimpl import V4_FLASH, V4_PRO, InputError, Yarn
 
 from diffcheck import Format, Recipe
 from diffcheck.pipeline import Pipeline
 from diffcheck.presets import CHANGES, DESCRIPTIONS, PRECISIONS, build
 from diffcheck.recipe import TWO_SIDED, plain
+from diffcheck.refimpl import V4_FLASH, V4_PRO, InputError, Yarn
 
 IDEAL_TOLERANCE = 1e-5
 FLOOR = 1e-4
@@ -142,11 +142,7 @@ def test_only_sglangs_fp8_multiplies_by_the_reciprocal():
     found = set()
     for name in ALL:
         r = Recipe.preset(name, V4_FLASH)
-        found |= {
-            (name, side)
-            for side, f in (("q", r.q_format), ("k", r.k_format))
-            if f is not None and f.reciprocal
-        }
+        found |= {(name, side) for side, f in (("q", r.q_format), ("k", r.k_format)) if f is not None and f.reciprocal}
     assert {n for n, side in found if side == "k"} == {"sglang-fp8", "fp8"}
     assert {n for n, side in found if side == "q"} == {"sglang-fp8", "fp8", "sglang-bf16"}
 
@@ -206,9 +202,7 @@ def test_replacing_a_bare_name_sets_both_sides():
     one = r.replace(k_hadamard=False)
     assert one.differences(r) == {"k_hadamard": False}
     assert r.differences(one) == {"k_hadamard": True}
-    assert (
-        frozenset({"theta", "yarn", "mscale", "pairing", "slice", "hadamard", "fp4", "format"}) == TWO_SIDED
-    )
+    assert frozenset({"theta", "yarn", "mscale", "pairing", "slice", "hadamard", "fp4", "format"}) == TWO_SIDED
     with pytest.raises(InputError, match=r"unknown field 'thetas', expected one of .*'theta'"):
         r.replace(thetas=1)
 

@@ -37,9 +37,7 @@ def quantise_row_e4m3(row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for part, block in _blocks(row, 128):
         amax = np.maximum(np.abs(block).max(), np.float32(1e-4))
         scale = np.float32(2.0 ** ceil_log2(float(amax / np.float32(448))))
-        codes[part] = (
-            np.clip(block / scale, np.float32(-448), np.float32(448)).astype(E4M3).astype(np.float64)
-        )
+        codes[part] = np.clip(block / scale, np.float32(-448), np.float32(448)).astype(E4M3).astype(np.float64)
         scales[part] = scale
     return codes, scales
 
@@ -94,9 +92,7 @@ def q(qr: np.ndarray, weight: np.ndarray, scale: np.ndarray | None, heads: int) 
     return product.astype(np.float32).astype(BF16).reshape(len(qr), heads, -1)
 
 
-def inverse_frequencies(
-    theta: float, dims: int, factor: float, fast: float, slow: float, length: int
-) -> np.ndarray:
+def inverse_frequencies(theta: float, dims: int, factor: float, fast: float, slow: float, length: int) -> np.ndarray:
     """YaRN's angular frequencies, fp32."""
     result = []
     turns = {r: dims * math.log(length / (2 * math.pi * r)) / (2 * math.log(theta)) for r in (fast, slow)}
@@ -180,9 +176,7 @@ def scores(queries: np.ndarray, keys: np.ndarray, gates: np.ndarray, positions: 
         for j in range(len(keys)):
             if j >= (position + 1) // RATIO:
                 continue
-            dots = (
-                (queries[t].astype(np.float64) @ keys[j].astype(np.float64)).astype(np.float32).astype(BF16)
-            )
+            dots = (queries[t].astype(np.float64) @ keys[j].astype(np.float64)).astype(np.float32).astype(BF16)
             terms = np.maximum(dots.astype(np.float32), 0) * gates[t].astype(np.float32)
             out[t, j] = terms.astype(BF16).astype(np.float64).sum()
     return out.astype(BF16)

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+
 from diffcheck.refimpl import run_indexer
 
 MAX_STEPS = 1
@@ -119,9 +120,7 @@ def test_elementwise_stages_have_the_same_bits(case, oracle):
 def test_scores_and_selection_on_the_same_operands(case, oracle):
     cfg, _, _, _, queries, got = case
     scores = oracle.scores(got["q_quant"], got["k_quant"], got["gate"], queries.numpy())
-    assert np.array_equal(
-        np.isneginf(got["scores"].astype(np.float32)), np.isneginf(scores.astype(np.float32))
-    )
+    assert np.array_equal(np.isneginf(got["scores"].astype(np.float32)), np.isneginf(scores.astype(np.float32)))
     visible = ~np.isneginf(scores.astype(np.float32))
     assert_close(got["scores"][visible], scores[visible], "scores")
     topk = oracle.topk(got["scores"].astype(np.float32), queries.numpy(), cfg.index_topk)

@@ -9,6 +9,7 @@
 
 import pytest
 import torch
+
 from diffcheck.refimpl.compressor import POOL_TILE, PoolState, pool_windows, rms_norm, window_slots
 
 

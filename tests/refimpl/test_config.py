@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from diffcheck.refimpl import V4_FLASH, V4_PRO, IndexerConfig, InputError, Yarn
 from diffcheck.refimpl.config import CONFIG_FIELDS
 
@@ -87,9 +88,7 @@ def traps(config: dict[str, Any]) -> str:
     return "\n".join(IndexerConfig.from_dict(config).traps)
 
 
-@pytest.mark.parametrize(
-    "spelling", [FLASH, TRANSFORMERS, INFERENCE], ids=["released", "transformers", "inference"]
-)
+@pytest.mark.parametrize("spelling", [FLASH, TRANSFORMERS, INFERENCE], ids=["released", "transformers", "inference"])
 def test_three_spellings_are_one_config(spelling: dict[str, Any]) -> None:
     config = IndexerConfig.from_dict(spelling)
     assert config == V4_FLASH
@@ -185,19 +184,14 @@ def test_attention_factor_of_one_is_no_trap() -> None:
 
 def test_contradicted_values_keep_the_released_spelling() -> None:
     config = IndexerConfig.from_dict(
-        FLASH
-        | {"rope_parameters": {**YARN, "factor": 40, "rope_theta": 10000}, "layer_types": [TYPES[4]] * 43}
+        FLASH | {"rope_parameters": {**YARN, "factor": 40, "rope_theta": 10000}, "layer_types": [TYPES[4]] * 43}
     )
     assert config == V4_FLASH
 
 
 def test_flat_rope_parameters_hold_yarn() -> None:
-    config = IndexerConfig.from_dict(
-        without(FLASH, "rope_scaling") | {"rope_parameters": {**YARN, "factor": 8}}
-    )
-    assert config.yarn == Yarn(
-        factor=8.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=65536
-    )
+    config = IndexerConfig.from_dict(without(FLASH, "rope_scaling") | {"rope_parameters": {**YARN, "factor": 8}})
+    assert config.yarn == Yarn(factor=8.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=65536)
 
 
 def test_no_yarn_where_the_inference_config_switches_it_off() -> None:

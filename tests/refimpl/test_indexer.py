@@ -13,9 +13,10 @@ import dataclasses
 
 import pytest
 import torch
-from diffcheck.refimpl import KEY_STAGES, QUERY_STAGES, V4_FLASH, V4_PRO, InputError, indexer, run_indexer
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
+from diffcheck.refimpl import KEY_STAGES, QUERY_STAGES, V4_FLASH, V4_PRO, InputError, indexer, run_indexer
 
 
 def streamed(support, cfg, weights, x, qr, chunks):
@@ -140,9 +141,7 @@ def test_queries_are_absolute_positions_in_a_continuation(support):
     x, qr = support.inputs(cfg, 30)
     whole = run_indexer(cfg, weights, x, qr)
     first = run_indexer(cfg, weights, x[:13], qr[:13])
-    rest = run_indexer(
-        cfg, weights, x[13:], qr[13:], start=13, state=first.state, queries=torch.tensor([29, 13])
-    )
+    rest = run_indexer(cfg, weights, x[13:], qr[13:], start=13, state=first.state, queries=torch.tensor([29, 13]))
     support.assert_same_bits(rest["scores"], whole["scores"][[29, 13]], "scores")
     assert rest["queries"].tolist() == [29, 13]
     assert rest.entry_start == 3

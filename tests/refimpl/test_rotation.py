@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
+
 from diffcheck.refimpl.rotation import apply_rope, hadamard, inverse_frequencies, rope_table
 
 
@@ -115,9 +116,7 @@ def test_rope_is_a_complex_product(shape):
     if len(shape) == 3:
         turn = turn.unsqueeze(1)
     pairs = torch.view_as_complex(x[..., 64:].double().unflatten(-1, (-1, 2)).contiguous())
-    error = (
-        torch.view_as_complex(got[..., 64:].double().unflatten(-1, (-1, 2)).contiguous()) - pairs * turn
-    ).abs()
+    error = (torch.view_as_complex(got[..., 64:].double().unflatten(-1, (-1, 2)).contiguous()) - pairs * turn).abs()
     assert (error / pairs.abs()).max() < 2.0**-22
     assert torch.equal(got[0], x[0].float()), "position 0 turns nothing"
 

@@ -5,6 +5,10 @@ All comparisons are of equal bits.
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from diffcheck import Recipe, evaluate
 from diffcheck.refimpl import (
     KEY_STAGES,
     QUERY_STAGES,
@@ -15,10 +19,6 @@ from diffcheck.refimpl import (
     run_indexer,
     save_traces,
 )
-from safetensors import safe_open
-from safetensors.torch import save_file
-
-from diffcheck import Recipe, evaluate
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,7 @@ def test_several_layers_and_what_they_share(support, trace, tmp_path):
     path = tmp_path / "t.safetensors"
     shared = {"needle_queries": torch.tensor([5, 21]), "somebody's own": torch.ones(2)}
     layers = [
-        Trace(
-            {**trace, "x": trace["x"] + n, "unheard_of": torch.tensor([n])}, layer=n, start=8, shared=shared
-        )
+        Trace({**trace, "x": trace["x"] + n, "unheard_of": torch.tensor([n])}, layer=n, start=8, shared=shared)
         for n in (2, 40)
     ]
     save_traces(path, layers)
@@ -108,9 +106,9 @@ def test_views_and_special_types_are_saved(support, tmp_path):
 
 def test_queries_default_to_all_tokens_from_the_start():
     assert Trace({"x": torch.zeros(3, 4)}, start=10).queries.tolist() == [10, 11, 12]
-    assert Trace(
-        {"x": torch.zeros(3, 4), "queries": torch.tensor([11], dtype=torch.int32)}, start=10
-    ).queries.equal(torch.tensor([11]))
+    assert Trace({"x": torch.zeros(3, 4), "queries": torch.tensor([11], dtype=torch.int32)}, start=10).queries.equal(
+        torch.tensor([11])
+    )
 
 
 def test_a_trace_is_a_mapping():

@@ -15,10 +15,10 @@ import json
 
 import pytest
 import torch
-from diffcheck.refimpl import IndexerConfig, IndexerWeights
-from diffcheck.refimpl.rotation import inverse_frequencies
 
 from diffcheck import Recipe, evaluate
+from diffcheck.refimpl import IndexerConfig, IndexerWeights
+from diffcheck.refimpl.rotation import inverse_frequencies
 
 transformers = pytest.importorskip("transformers")
 modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
@@ -90,9 +90,7 @@ class Layer:
         )
         self.recipe = Recipe.ideal(self.config).replace(hadamard=False)
         self.caught = []
-        self.module.scorer.register_forward_hook(
-            lambda _module, _inputs, scores: self.caught.append(scores[0])
-        )
+        self.module.scorer.register_forward_hook(lambda _module, _inputs, scores: self.caught.append(scores[0]))
 
     def inputs(self, tokens, seed=0):
         rng = torch.Generator().manual_seed(200 + seed)
@@ -157,9 +155,7 @@ def test_decode_with_a_cache_equals_prefill(support, chunks):
     start, state = 0, None
     for length in chunks:
         part = slice(start, start + length)
-        trace = evaluate(
-            layer.recipe, layer.config, layer.weights, x[part], qr[part], start=start, state=state
-        )
+        trace = evaluate(layer.recipe, layer.config, layer.weights, x[part], qr[part], start=start, state=state)
         state = trace.state
         scores, topk = layer.theirs(x[part], qr[part], start, cache)
         compare(trace, scores, topk)

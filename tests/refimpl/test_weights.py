@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+
 from diffcheck.refimpl import IndexerWeights, InputError, dequantise_weight
 
 
@@ -20,9 +21,7 @@ def test_fp8_blocks_may_be_partial(support, oracle, shape):
     rng = torch.Generator().manual_seed(shape[0])
     codes = torch.randint(0, 256, shape, generator=rng, dtype=torch.uint8)
     codes[(codes & 127) == 127] = 0  # no NaN
-    scale = torch.randint(
-        1, 255, (-(-shape[0] // 128), -(-shape[1] // 128)), generator=rng, dtype=torch.uint8
-    )
+    scale = torch.randint(1, 255, (-(-shape[0] // 128), -(-shape[1] // 128)), generator=rng, dtype=torch.uint8)
     scale = scale.clamp(100, 150)
     got = dequantise_weight(codes.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu), (128, 128))
     want = oracle.dequantise(codes.numpy().view(ml_dtypes.float8_e4m3fn), scale.numpy())

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from diffcheck.refimpl import InputError
 from safetensors.torch import save_file
 
 from diffcheck.checkpoint import Checkpoint, load_layer
+from diffcheck.refimpl import InputError
 
 from .conftest import (
     FIELDS,
@@ -61,16 +61,12 @@ def test_paths(tmp_path: Path, checkpoint: Path) -> None:
 
 def test_a_lone_safetensors_file_is_no_checkpoint(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
-    refuses(
-        lambda: Checkpoint(tmp_path / "x.safetensors"), "is a file, expected a directory with config.json"
-    )
+    refuses(lambda: Checkpoint(tmp_path / "x.safetensors"), "is a file, expected a directory with config.json")
 
 
 def test_no_config(checkpoint: Path) -> None:
     (checkpoint / "config.json").unlink()
-    refuses(
-        lambda: Checkpoint(checkpoint), str(checkpoint), "no config.json, expected a checkpoint directory"
-    )
+    refuses(lambda: Checkpoint(checkpoint), str(checkpoint), "no config.json, expected a checkpoint directory")
 
 
 def test_broken_config(checkpoint: Path) -> None:
@@ -130,9 +126,7 @@ def test_no_indexer_tensors_at_all(tmp_path: Path) -> None:
 def test_layers_without_an_indexer(checkpoint: Path) -> None:
     opened = Checkpoint(checkpoint)
     for layer, ratio in ((0, 0), (3, 128)):
-        text = (
-            f"layer {layer} has no indexer, its compress ratio is {ratio}; expected one of ratio 4: 1, 2, 4"
-        )
+        text = f"layer {layer} has no indexer, its compress ratio is {ratio}; expected one of ratio 4: 1, 2, 4"
         refuses(lambda layer=layer: opened.load(layer), text)  # type: ignore[misc]
         refuses(lambda layer=layer: opened.select([1, layer]), text)  # type: ignore[misc]
     # 5 is the draft module's entry in compress_ratios, not a layer
@@ -238,9 +232,7 @@ def test_tensor_is_not_where_the_index_says(checkpoint: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "file", ["../x.safetensors", "/etc/passwd", "a/../../x.safetensors", "", "..\\x", 7, None]
-)
+@pytest.mark.parametrize("file", ["../x.safetensors", "/etc/passwd", "a/../../x.safetensors", "", "..\\x", 7, None])
 def test_index_path_leaving_the_directory(checkpoint: Path, file: object) -> None:
     index = {"weight_map": {"layers.4.attn.indexer.compressor.ape": file}}
     (checkpoint / INDEX).write_text(json.dumps(index))
@@ -281,9 +273,7 @@ def test_one_tensor_in_two_shards_by_the_index(checkpoint: Path) -> None:
 def test_one_tensor_under_two_names(checkpoint: Path) -> None:
     name = "layers.4.attn.indexer.compressor.ape"
     edit_index(checkpoint, **{f"model.{name}": FIRST})
-    refuses(
-        lambda: Checkpoint(checkpoint), f"model.{name} (also called {name}) is in two shards", FIRST, SECOND
-    )
+    refuses(lambda: Checkpoint(checkpoint), f"model.{name} (also called {name}) is in two shards", FIRST, SECOND)
 
 
 def test_one_tensor_in_two_shards_by_the_headers(checkpoint: Path) -> None:
@@ -291,19 +281,22 @@ def test_one_tensor_in_two_shards_by_the_headers(checkpoint: Path) -> None:
     save_file(released_tensors(4) | {name: torch.zeros(4, 256)}, checkpoint / SECOND)
     text = f"{name} is in two shards, {FIRST} (by {INDEX}) and {SECOND}, expected one"
     opened = Checkpoint(checkpoint)
-    opened.load(2)  # the second copy is in a shard that this layer does not need
+    refuses(lambda: opened.load(2), text)  # though the second copy is in a shard that this layer does not need
     refuses(lambda: opened.load(4), text)
     refuses(Checkpoint(checkpoint).verify, text)
     (checkpoint / INDEX).unlink()
     refuses(lambda: Checkpoint(checkpoint), f"{name} is in two shards, {FIRST} and {SECOND}, expected one")
 
 
+def test_a_broken_shard_that_the_layer_does_not_need(checkpoint: Path) -> None:
+    (checkpoint / SECOND).write_bytes(b"broken")
+    Checkpoint(checkpoint).load(2)
+
+
 def test_gap_in_the_numbering_without_an_index(checkpoint: Path) -> None:
     (checkpoint / INDEX).unlink()
     (checkpoint / FIRST).unlink()
-    refuses(
-        lambda: Checkpoint(checkpoint), f"shard {FIRST} is absent and so is {INDEX}, expected all 2 shards"
-    )
+    refuses(lambda: Checkpoint(checkpoint), f"shard {FIRST} is absent and so is {INDEX}, expected all 2 shards")
 
 
 # --- tensors
@@ -345,9 +338,7 @@ def test_transposed_weight(edit: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("field", list(FIELDS))
 def test_wrong_dtype(edit: Callable[..., Path], field: str) -> None:
     wrong = torch.zeros(indexer_tensors(2)[field].shape, dtype=torch.int32)
-    expected = {"wq_b": "F8_E4M3 or I8 or U8 or BF16", "wq_b_scale": "F8_E8M0 or U8 or F32"}.get(
-        field, "BF16 or F32"
-    )
+    expected = {"wq_b": "F8_E4M3 or I8 or U8 or BF16", "wq_b_scale": "F8_E8M0 or U8 or F32"}.get(field, "BF16 or F32")
     refuses(
         lambda: load_layer(edit(**{field: wrong}), 2),
         f"{FIRST}: layers.2.{FIELDS[field]} has dtype I32, expected {expected}",
@@ -371,9 +362,7 @@ def test_nan_or_inf_weights(edit: Callable[..., Path], field: str, value: float)
     )
 
 
-@pytest.mark.parametrize(
-    ("byte", "text"), [(255, "byte 255 (nan)"), (0, "byte 0"), (62, "byte 62"), (192, "byte 192")]
-)
+@pytest.mark.parametrize(("byte", "text"), [(255, "byte 255 (nan)"), (192, "byte 192")])
 @pytest.mark.parametrize("as_bytes", [True, False])
 def test_scale_bytes_out_of_range(edit: Callable[..., Path], byte: int, text: str, as_bytes: bool) -> None:
     scale = indexer_tensors(2)["wq_b_scale"].view(torch.uint8)
@@ -382,11 +371,11 @@ def test_scale_bytes_out_of_range(edit: Callable[..., Path], byte: int, text: st
     refuses(
         lambda: load_layer(edit(wq_b_scale=stored), 2),
         f"layers.2.attn.indexer.wq_b.scale holds 1 scales out of range, first {text}",
-        "at [3, 1], expected 2^-64 to 2^64",
+        "at [3, 1], expected above 0 and at most 2^64",
     )
 
 
-@pytest.mark.parametrize("byte", [63, 191])
+@pytest.mark.parametrize("byte", [0, 191])
 def test_scale_bytes_at_the_bound(edit: Callable[..., Path], byte: int) -> None:
     scale = indexer_tensors(2)["wq_b_scale"].view(torch.uint8)
     scale[3, 1] = byte
@@ -397,9 +386,7 @@ def test_scale_bytes_at_the_bound(edit: Callable[..., Path], byte: int) -> None:
 def test_fp32_scales_out_of_range(edit: Callable[..., Path], value: float) -> None:
     scale = indexer_tensors(2)["wq_b_scale"].float()
     scale[0, 0] = value
-    refuses(
-        lambda: load_layer(edit(wq_b_scale=scale), 2), f"first {value:g} at [0, 0], expected 2^-64 to 2^64"
-    )
+    refuses(lambda: load_layer(edit(wq_b_scale=scale), 2), f"first {value:g} at [0, 0], expected above 0 and at most 2^64")
 
 
 def test_q_lora_rank_that_fp8_activations_cannot_have(tmp_path: Path) -> None:
@@ -407,6 +394,4 @@ def test_q_lora_rank_that_fp8_activations_cannot_have(tmp_path: Path) -> None:
     tensors = released_tensors(2)
     tensors["layers.2.attn.indexer.wq_b.weight"] = torch.zeros(512, 192).to(torch.float8_e4m3fn)
     write_shards(tmp_path, {"model.safetensors": tensors})
-    refuses(
-        lambda: load_layer(tmp_path, 2), "q_lora_rank is 192, expected a multiple of 128 for a F8_E4M3 wq_b"
-    )
+    refuses(lambda: load_layer(tmp_path, 2), "q_lora_rank is 192, expected a multiple of 128 for a F8_E4M3 wq_b")

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffcheck.refimpl import InputError
-from diffcheck.refimpl.config import CONFIG_FIELDS
 from rich.console import Console
 from safetensors.torch import save_file
 
 from diffcheck.checkpoint import Checkpoint, Inspection, inspect_checkpoint, render
 from diffcheck.checkpoint.names import expected_in_layer
+from diffcheck.refimpl import InputError
+from diffcheck.refimpl.config import CONFIG_FIELDS
 
 from .conftest import HIDDEN, indexer_tensors, released_config, released_tensors, write_config, write_shards
 
@@ -118,9 +118,7 @@ def test_index_against_shards_both_ways(checkpoint: Path) -> None:
     save_file(moved, checkpoint / SECOND)
     save_file({"x": torch.zeros(1)}, checkpoint / "model-old.safetensors")
     inspection = inspect_checkpoint(checkpoint)
-    finding(
-        inspection, f"{SECOND} does not hold what model.safetensors.index.json places there: {name}", "error"
-    )
+    finding(inspection, f"{SECOND} does not hold what model.safetensors.index.json places there: {name}", "error")
     finding(
         inspection,
         f"{SECOND} holds what model.safetensors.index.json does not list: layers.4.attn.wkv",
@@ -152,9 +150,7 @@ def test_unmapped_and_draft_tensors(tmp_path: Path) -> None:
 
 def test_indexer_where_the_config_has_none_and_layers_beyond(tmp_path: Path) -> None:
     write_config(tmp_path, released_config())
-    write_shards(
-        tmp_path, {"model.safetensors": {**released_tensors(2), **released_tensors(3), **released_tensors(9)}}
-    )
+    write_shards(tmp_path, {"model.safetensors": {**released_tensors(2), **released_tensors(3), **released_tensors(9)}})
     inspection = inspect_checkpoint(tmp_path)
     finding(inspection, "layer 3 has indexer tensors, but its compress ratio is 128", "warning")
     finding(inspection, "layers 9 are beyond the 5 layers of the config", "warning")
