@@ -132,9 +132,6 @@ def field_value(recipe: Recipe, name: str, value: Any) -> Any:
         value = float(value)
     if type(value) is not type(current):
         raise ValueError(f"{name} is {value!r}, expected a value like {current!r}")
-    allowed = choices(side)
-    if allowed and value not in allowed:
-        raise ValueError(f"{name} is {value!r}, expected one of {list(allowed)}")
     if side in ("q_theta", "k_theta", "q_mscale", "k_mscale", "eps", "k", "rope_dims") and not value > 0:
         raise ValueError(f"{name} is {value!r}, expected > 0")
     return value
@@ -148,11 +145,3 @@ def _keywords(kind: type, name: str, value: Any) -> dict[str, Any]:
     if missing or (kind is Format and "element" not in value):
         raise ValueError(f"{name} lacks {(missing or ['element'])[0]!r}")
     return value
-
-
-def choices(name: str) -> tuple[Any, ...]:
-    """The values that a recipe field of limited choice can have; empty for the others."""
-    from typing import Literal, get_args, get_origin, get_type_hints
-
-    hint = get_type_hints(Recipe)[name]
-    return get_args(hint) if get_origin(hint) is Literal else ()

@@ -111,6 +111,7 @@ class Format:
             return self.element
         options: list[str] = [self.rule] if self.scale == "ue8m0" and self.rule != "ceil" else []
         options += [f"ties={self.ties}"] if self.ties != "even" else []
+        options += [f"floor={self.amax_floor:.3g}"] if self.amax_floor != 1e-4 else []
         options += ["reciprocal"] if self.reciprocal else []
         return f"{self.element}/{self.block}/{self.scale}" + (":" + ",".join(options) if options else "")
 

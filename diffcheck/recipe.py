@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .formats import BF16, Format
 from .refimpl import IndexerConfig, InputError, Yarn
@@ -99,6 +99,11 @@ class Recipe:
     k: int
     ties: Literal["lower", "higher"] = "lower"
 
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise InputError(f"recipe: {name} is {getattr(self, name)!r}, expected one of {list(allowed)}")
+
     @classmethod
     def reference(cls, config: IndexerConfig) -> Recipe:
         """What the published inference code computes for this checkpoint."""
@@ -161,6 +166,10 @@ class Recipe:
         return {name: plain(getattr(self, name)) for name in self.field_names()}
 
 
+CHOICES: dict[str, tuple[Any, ...]] = {
+    name: get_args(hint) for name, hint in get_type_hints(Recipe).items() if get_origin(hint) is Literal
+}
+"""Allowed values of the fields that have only a few."""
 TWO_SIDED = frozenset(
     n[2:] for n in Recipe.field_names() if n.startswith("q_") and "k_" + n[2:] in Recipe.field_names()
 )

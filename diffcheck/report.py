@@ -191,7 +191,7 @@ def survival_below(case: dict[str, Any], bins: int) -> float | None:
 
 
 def summary(todo: Plan, outcome: Outcome) -> list[str]:
-    """The run in plain words: a line a precision, then a line a what-if theta over all precisions."""
+    """The run in plain words: a line a precision, then what each what-if theta does to the first precision."""
     k = todo.checkpoint.config.index_topk
     lines = []
     for precision in dict.fromkeys(case.precision for case in todo.cases):
@@ -199,8 +199,9 @@ def summary(todo: Plan, outcome: Outcome) -> list[str]:
         if records:
             lines.append(f"{precision}: {_words(records, k)}")
     for setting in dict.fromkeys(case.theta.label for case in todo.cases if case.what_if):
-        records = [r for r in outcome.cases if r["theta_setting"] == setting]
-        lines.append(f"what if theta were {setting}: {_words(records, k)}")
+        first = todo.cases[0].precision
+        records = [r for r in outcome.cases if r["theta_setting"] == setting and r["precision"] == first]
+        lines.append(f"what if theta were {setting} ({first}): {_words(records, k)}")
     return lines
 
 

@@ -111,6 +111,7 @@ def save_traces(path: str | Path, traces: list[Trace]) -> None:
         tensors |= {prefix + name: tensor for name, tensor in trace.items()}
         tensors |= trace.shared
         metadata |= trace.metadata
+    assert len({trace.layer or 0 for trace in traces}) == len(traces), "one trace a layer"
     metadata |= {"schema": SCHEMA, "start_position": str(traces[0].start if traces else 0)}
     owners: set[int] = set()
     for name, tensor in tensors.items():

@@ -98,7 +98,8 @@ class TensorIndex:
         for name, elsewhere, file in self._unindexed:
             if canonical_name(name) in wanted:
                 raise InputError(
-                    f"{self.directory}: {name} is in two shards, {elsewhere} (by {self.source}) and {file}, expected one"
+                    f"{self.directory}: {name} is in two shards, {elsewhere} (by {self.source}) and {file}, "
+                    "expected one"
                 )
 
     def has(self, file: str) -> bool:

@@ -206,7 +206,7 @@ def default_needles(
     count = max(1, min(count, room + 1, deepest // 4))
     plans = []
     for i in range(count):
-        query = length - 1 - i * room // count
+        query = length - 1 - i * room // max(count - 1, 1)
         entry = round((i + 0.5) / count * deepest)
         # the middle of the depths that mean this entry, so that no rounding can move it
         depth = min((entry + 0.5) / max((query + 1) // WINDOW - 1, 1), 1.0)

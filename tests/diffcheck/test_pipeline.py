@@ -248,6 +248,8 @@ def test_savings_count_each_stage_of_each_recipe_once(layer, bases):
         assert pipeline.savings() == (len(GRAPH), len(GRAPH))
     pipeline.trace(reference.replace(k=2))
     assert pipeline.savings() == (2 * len(GRAPH), len(GRAPH) + 1)
+    pipeline.trace(reference.replace(relu=False))
+    assert pipeline.savings() == (3 * len(GRAPH), len(GRAPH) + 3)
 
 
 class Spy:
@@ -402,6 +404,26 @@ def test_pool_roundings_are_visible(pipeline, reference):
     assert not torch.equal(plain.bfloat16().float(), plain)
     gemm = pipeline.stage(reference.replace(round_pool_gemm="fp16"), "kv_gate")
     assert torch.equal(gemm.half().float(), gemm)
+
+
+def test_pool_in_bf16_rounds_weights_products_and_sum(pipeline, reference):
+    recipe = reference.replace(round_pool_sum="bf16", round_pool_gemm="bf16")
+    call, dim = pipeline.call, 128
+    kv, gate = pipeline.stage(recipe, "kv_gate").chunk(2, dim=1)
+    gate = gate + call.weights.ape.repeat(10, 1)[: len(gate)]
+    for i in (1, 5, 8):
+        before, own = slice(4 * i - 4, 4 * i), slice(4 * i, 4 * i + 4)
+        values = torch.cat((kv[before, :dim], kv[own, dim:]))
+        weights = torch.cat((gate[before, :dim], gate[own, dim:])).softmax(0).bfloat16().float()
+        want = (values * weights).bfloat16().float().sum(0).bfloat16()
+        # in another order an fp32 sum may fall on the other side of a midpoint
+        assert (pipeline.stage(recipe, "pool")[i] != want).float().mean() < 0.02
+
+
+def test_fp64_stays_fp64_where_nothing_rounds(pipeline, bases):
+    exact = bases["ideal"].replace(compute="fp64")
+    kinds = {name: pipeline.stage(exact, name).dtype for name in GRAPH if name != "topk"}
+    assert set(kinds.values()) == {torch.float64}, kinds
 
 
 @pytest.mark.parametrize("shift", [-4, -1, 0, 1, 3, 8])

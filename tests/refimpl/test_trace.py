@@ -166,3 +166,8 @@ def test_a_truncated_file_is_refused(trace, tmp_path):
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(InputError, match="not readable as safetensors"):
         Trace.load(path)
+
+
+def test_a_file_holds_one_trace_a_layer(trace, tmp_path):
+    with pytest.raises(AssertionError, match="one trace a layer"):
+        save_traces(tmp_path / "two.safetensors", [trace, trace])

@@ -281,7 +281,7 @@ def test_one_tensor_in_two_shards_by_the_headers(checkpoint: Path) -> None:
     save_file(released_tensors(4) | {name: torch.zeros(4, 256)}, checkpoint / SECOND)
     text = f"{name} is in two shards, {FIRST} (by {INDEX}) and {SECOND}, expected one"
     opened = Checkpoint(checkpoint)
-    refuses(lambda: opened.load(2), text)  # though the second copy is in a shard that this layer does not need
+    refuses(lambda: opened.load(2), text)  # though this layer does not need the second shard
     refuses(lambda: opened.load(4), text)
     refuses(Checkpoint(checkpoint).verify, text)
     (checkpoint / INDEX).unlink()

@@ -77,7 +77,8 @@ def test_mean_direction_and_outlier_channels(flash):
 
 def test_spectrum_decays(flash):
     x = flash[0][:512].float()
-    energy = torch.linalg.svdvals(x - x.mean(0)).square()
+    x -= x.mean(0)
+    energy = torch.linalg.eigvalsh((x @ x.T).double()).flip(0)
     energy /= energy.sum()
     effective = float(1 / energy.square().sum())
     print(f"{effective:.0f} effective dimensions of 512, leading 16 hold {energy[:16].sum():.2f}")
@@ -113,7 +114,7 @@ def test_qr_is_a_function_of_x(flash):
     torch.testing.assert_close(normalised, qr[:64].double(), rtol=1e-2, atol=1e-2)
     q = qr.float()
     assert 0.2 < q.mean(0).square().sum() / q.square().sum(1).mean() < 0.85
-    assert torch.linalg.matrix_rank(q[:256].double()) == 256  # not confined to the latent directions
+    assert torch.linalg.matrix_rank(q[:128].double()) == 128  # not confined to the latent directions
 
 
 def test_full_length_is_quick_and_small():

@@ -1,6 +1,7 @@
 """Planted needles: what is promised is measured again, by formulas of the reference and not of the planter."""
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -28,7 +29,9 @@ TINY = Geometry(
     hidden_size=64, q_lora_rank=128, index_topk=16, compress_ratios=(0, 0, 4), index_n_heads=4, index_head_dim=32,
     qk_rope_head_dim=16, num_nextn_predict_layers=0,
 )  # fmt: skip
-MIDDLE = dataclasses.replace(TINY, hidden_size=256, index_n_heads=16, index_head_dim=128, qk_rope_head_dim=64, index_topk=32)
+MIDDLE = dataclasses.replace(
+    TINY, hidden_size=256, index_n_heads=16, index_head_dim=128, qk_rope_head_dim=64, index_topk=32
+)
 GEOMETRIES = {"tiny": (TINY, 400), "middle": (MIDDLE, 700)}
 STRENGTHS = (-1.0, 0.0, 0.5, 1.0)
 
@@ -59,7 +62,7 @@ def case(request):
 
 
 def slow_row(config, weights, x, qr, query, dtype=torch.float64):
-    """Ideal scores of a row, entry by entry and slot by slot, with the Hadamard rotation, from the text of the formula."""
+    """Ideal scores of a row, slot by slot and with the Hadamard rotation, as the formula reads."""
     inv_freq = inverse_frequencies(config.compress_rope_theta, config.rope_head_dim, config.yarn)
     x = x.to(dtype)
     kv, gate = x @ weights.wkv.to(dtype).T, x @ weights.wgate.to(dtype).T
@@ -68,17 +71,23 @@ def slow_row(config, weights, x, qr, query, dtype=torch.float64):
     q = q.view(1, config.index_n_heads, dim).float()
     q = hadamard(apply_rope(q, *rope_table(torch.tensor([query]), inv_freq)))[0].to(dtype)
     head_gates = weights.weights_proj.to(dtype) @ x[query] * dim**-0.5 * config.index_n_heads**-0.5
-    scores = []
+    values, logits = [], []
     for j in range((query + 1) // 4):
-        slots = [(t, slice(0, dim)) for t in range(4 * j - 4, 4 * j) if t >= 0]
+        slots = [(t, slice(0, dim)) for t in range(4 * j - 4, 4 * j)]
         slots += [(t, slice(dim, 2 * dim)) for t in range(4 * j, 4 * j + 4)]
-        values = torch.stack([kv[t, part] for t, part in slots])
-        logits = torch.stack([gate[t, part] + weights.ape[t % 4, part].to(dtype) for t, part in slots])
-        pooled = softmax_pool(values[None], logits[None])
-        key = rms_norm(pooled, weights.norm, config.rms_norm_eps).float()
-        key = hadamard(apply_rope(key, *rope_table(torch.tensor([4 * j]), inv_freq)))[0].to(dtype)
-        scores.append((head_gates * (q @ key).relu()).sum())
-    return torch.stack(scores)
+        values.append(torch.stack([kv[t, part] if t >= 0 else torch.zeros(dim).to(kv) for t, part in slots]))
+        logits.append(
+            torch.stack(
+                [
+                    gate[t, part] + weights.ape[t % 4, part] if t >= 0 else torch.full((dim,), -torch.inf).to(kv)
+                    for t, part in slots
+                ]
+            )
+        )
+    pooled = softmax_pool(torch.stack(values), torch.stack(logits))
+    keys = rms_norm(pooled, weights.norm, config.rms_norm_eps).float()
+    keys = hadamard(apply_rope(keys, *rope_table(4 * torch.arange(len(keys)), inv_freq))).to(dtype)
+    return (head_gates[:, None] * (q @ keys.T).relu()).sum(0)
 
 
 def test_ideal_scores(case):
@@ -172,7 +181,7 @@ def test_strength_decides_the_rank(case):
 def test_one_line_is_the_definition(case):
     config, weights, x, qr = case
     planter = Planter(config, weights, x, qr)
-    needle = planter.plant(query=len(x) - 1, depth=0.3, strength=0.0)
+    needle = planter.plant(query=len(x) - 1, depth=0.7, strength=0.0)
     rows = x[needle.first_token : needle.last_token + 1].double()
     gradient = IdealSequence(config, weights, x, qr).gradient(len(x) - 1, needle.entry, rows)
     assert needle.lines == 1
@@ -312,9 +321,7 @@ def test_find_crossing():
     assert crossing(lambda a: a - 100) == (pytest.approx(0.01 * 2**12), False)
 
 
-@given(
-    length=st.integers(20, 5000), k=st.integers(1, 300), count=st.integers(1, 40), strengths=st.integers(1, 4)
-)
+@given(length=st.integers(20, 5000), k=st.integers(1, 300), count=st.integers(1, 40), strengths=st.integers(1, 4))
 def test_default_needles(length, k, count, strengths):
     if length // 4 <= k:
         with pytest.raises(InputError, match=f"expected more than index_topk {k}"):
@@ -327,7 +334,7 @@ def test_default_needles(length, k, count, strengths):
     assert max(queries) == length - 1
     assert all((query + 1) // 4 > k for query in queries)
     entries = [plan.entry for plan in plans]
-    assert all(right - left >= 2 for left, right in zip(entries, entries[1:], strict=False))
+    assert all(right - left >= 2 for left, right in pairwise(entries))
     assert all(0 <= plan.depth <= 1 for plan in plans)
     assert [plan.strength for plan in plans] == [float(i % strengths) for i in range(len(plans))]
     for plan in plans:

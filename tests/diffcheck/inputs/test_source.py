@@ -61,7 +61,10 @@ def test_needles(trace, config):
     assert load_inputs(path, config, needle_tokens=4)[3].needles[0].last_token == 11
     path = trace(needle_queries=ints(39, 20), needle_positions=ints(8, 3), needle_lengths=ints(1, 18))
     needles = load_inputs(path, config, needle_tokens=7)[1].needles
-    assert [(n.first_token, n.last_token, list(n.entries)) for n in needles] == [(8, 8, [2]), (3, 20, [0, 1, 2, 3, 4, 5])]
+    assert [(n.first_token, n.last_token, list(n.entries)) for n in needles] == [
+        (8, 8, [2]),
+        (3, 20, [0, 1, 2, 3, 4, 5]),
+    ]
     assert load_inputs(trace(), config)[1].needles == ()
 
 
@@ -115,28 +118,60 @@ QUERIES = {"needle_queries": ints(39, 20), "needle_positions": ints(8, 3)}
         ({"schema": "2"}, {}, "schema is '2', expected 'diffcheck-trace-1'"),
         ({"start_position": "-4"}, {}, "start_position is '-4', expected a number of tokens"),
         ({}, {"layers__1__qr": None}, r"no tensor layers\.1\.qr"),
-        ({}, {"layers__1__x": torch.zeros(40, 65, dtype=BF16)}, r"layers\.1\.x has shape \[40, 65\], expected \[T, 64\]"),
-        ({}, {"layers__3__qr": torch.zeros(40, 64, dtype=BF16)}, r"layers\.3\.qr has shape \[40, 64\], expected \[T, 128\]"),
+        (
+            {},
+            {"layers__1__x": torch.zeros(40, 65, dtype=BF16)},
+            r"layers\.1\.x has shape \[40, 65\], expected \[T, 64\]",
+        ),
+        (
+            {},
+            {"layers__3__qr": torch.zeros(40, 64, dtype=BF16)},
+            r"layers\.3\.qr has shape \[40, 64\], expected \[T, 128\]",
+        ),
         ({}, {"layers__1__x": torch.zeros(1, 40, 64, dtype=BF16)}, r"has shape \[1, 40, 64\], expected"),
-        ({}, {"layers__1__x": torch.zeros(39, 64, dtype=BF16)}, "layer 1 has 39 rows of x and 40 of qr, expected the same"),
+        (
+            {},
+            {"layers__1__x": torch.zeros(39, 64, dtype=BF16)},
+            "layer 1 has 39 rows of x and 40 of qr, expected the same",
+        ),
         (
             {},
             {"layers__1__x": torch.zeros(8, 64, dtype=BF16), "layers__1__qr": torch.zeros(8, 128, dtype=BF16)},
             r"layers have \{1: 8, 3: 40\} tokens, expected the same",
         ),
-        ({}, {"layers__1__x": torch.zeros(40, 64, dtype=torch.float16)}, "dtype torch.float16, expected torch.bfloat16 or"),
-        ({}, {"layers__3__x": broken((40, 64), 7, torch.nan)}, r"layers\.3\.x holds NaN or inf, first in row 7, expected"),
+        (
+            {},
+            {"layers__1__x": torch.zeros(40, 64, dtype=torch.float16)},
+            "dtype torch.float16, expected torch.bfloat16 or",
+        ),
+        (
+            {},
+            {"layers__3__x": broken((40, 64), 7, torch.nan)},
+            r"layers\.3\.x holds NaN or inf, first in row 7, expected",
+        ),
         ({}, {"layers__1__qr": broken((40, 128), 0, -torch.inf)}, r"layers\.1\.qr holds NaN or inf, first in row 0"),
-        ({}, {"layers__1__qr": broken((40, 128), 39, 3.4e38, torch.float32)}, r"layers\.1\.qr holds NaN or inf.*row 39"),
+        (
+            {},
+            {"layers__1__qr": broken((40, 128), 39, 3.4e38, torch.float32)},
+            r"layers\.1\.qr holds NaN or inf.*row 39",
+        ),
         ({}, {"requests": ints(0, 10, 40)}, "holds 2 requests over 40 tokens, expected one request"),
         ({}, {"needle_queries": ints(39)}, "no tensor needle_positions, expected it"),
         ({}, {"needle_lengths": ints(5)}, "no tensor needle_queries, expected it"),
         ({}, {**QUERIES, "needle_positions": ints(8)}, "2 needle_queries, 1 needle_positions and 1 needle_lengths"),
         ({}, {**QUERIES, "needle_lengths": ints(8)}, "2 needle_queries, 2 needle_positions and 1 needle_lengths"),
-        ({}, {**QUERIES, "needle_queries": ints(39, 40)}, r"needle_queries\[1\] is 40, expected (one of|a position in) 0\.\.39"),
+        (
+            {},
+            {**QUERIES, "needle_queries": ints(39, 40)},
+            r"needle_queries\[1\] is 40, expected (one of|a position in) 0\.\.39",
+        ),
         ({}, {**QUERIES, "needle_queries": ints(-1, 20)}, r"needle_queries\[0\] is -1"),
         ({}, {**QUERIES, "needle_positions": ints(8, -1)}, r"needle 1 covers tokens -1\.\.3"),
-        ({}, {**QUERIES, "needle_positions": ints(8, 17)}, r"needle 1 covers tokens 17\.\.21, expected them in 0\.\.20"),
+        (
+            {},
+            {**QUERIES, "needle_positions": ints(8, 17)},
+            r"needle 1 covers tokens 17\.\.21, expected them in 0\.\.20",
+        ),
         ({}, {**QUERIES, "needle_lengths": ints(5, 0)}, r"needle_lengths\[1\] is 0, expected at least 1"),
         ({}, {**QUERIES, "needle_positions": torch.tensor([8.0, 3.0])}, "needle_positions is torch.float32"),
     ],
@@ -158,11 +193,11 @@ def test_files_that_cannot_be_read(tmp_path, config):
     save_file({"a": torch.zeros(1)}, tmp_path / "none", metadata={"schema": "diffcheck-trace-1"})
     with pytest.raises(InputError, match="holds no layer, expected"):
         load_inputs(tmp_path / "none", config)
-    with pytest.raises(InputError, match="needle_tokens is 0"):
-        path = tmp_path / "needles"
-        tensors = {"layers.1.x": torch.zeros(40, 64), "layers.1.qr": torch.zeros(40, 128), **QUERIES}
-        save_file(tensors, path, metadata={"schema": "diffcheck-trace-1"})
-        load_inputs(path, config, needle_tokens=0)
+
+
+def test_needle_tokens_must_be_positive(trace, config):
+    with pytest.raises(InputError, match="needle_tokens is 0, expected at least 1"):
+        load_inputs(trace(**QUERIES), config, needle_tokens=0)
 
 
 def test_choose_queries_by_hand():
