@@ -3,6 +3,7 @@
 import json
 import struct
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +53,7 @@ def read_shard(path):
 def read_checkpoint(directory):
     index = json.loads((directory / INDEX_NAME).read_text())
     tensors = {}
+    assert {path.name for path in directory.glob("model-*")} == set(index["weight_map"].values())
     for shard in sorted(set(index["weight_map"].values())):
         held, metadata = read_shard(directory / shard)
         assert metadata == {"format": "pt"}
@@ -247,6 +249,24 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path, monkeypatch):
             write_checkpoint(directory, like="mini", layers=[4], overwrite=True)
     assert contents(tmp_path / "old") == before
     assert contents(tmp_path / "new") == {}
+
+
+def test_a_crash_between_renames_leaves_no_mixture(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, like="mini", layers=[2])
+    real, calls = Path.replace, []
+
+    def fail_on_the_second(self, target):
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError(5, "Input/output error")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", fail_on_the_second)
+    with pytest.raises(InputError, match="cannot be written"):
+        write_checkpoint(tmp_path, like="mini", layers=[2], seed=1, overwrite=True)
+    # old and new shards have the same names: without an index nobody can take them for one checkpoint
+    assert not (tmp_path / INDEX_NAME).exists()
+    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize(

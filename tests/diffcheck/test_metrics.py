@@ -411,9 +411,7 @@ def test_margin_against_a_loop_and_scaled(seed: int) -> None:
         elif noise[row] > 0:
             assert got[row] == (tau - max(lower)) / float(noise[row])
     scaled = m.row_noise(emulation_scores=c.other * 8, target_scores=c.scores * 8, visible=c.visible)
-    assert m.margins(target_scores=c.scores * 8, noise=scaled, **args).tolist() == pytest.approx(
-        got, nan_ok=True
-    )
+    assert m.margins(target_scores=c.scores * 8, noise=scaled, **args).tolist() == pytest.approx(got, nan_ok=True)
 
 
 # --- ranks
@@ -517,16 +515,12 @@ def test_survival() -> None:
 
 def test_survival_edges_are_exact() -> None:
     # rank 7 is a tenth of k = 70 exactly and belongs to the second bin
-    got = m.survival(
-        selected=ints([7]), target_scores=-torch.arange(71.0)[None], visible=torch.tensor([71]), k=70
-    )
+    got = m.survival(selected=ints([7]), target_scores=-torch.arange(71.0)[None], visible=torch.tensor([71]), k=70)
     assert [b.n for b in got] == [7, 11, 17, 18, 10, 7, 1]
     assert [b.p for b in got][:2] == [0, 1 / 11]
     for k in range(1, 4097):  # no product is rounded across a whole number
         percents = [round(100 * edge) for edge in m.BIN_EDGES]
-        assert [math.ceil(edge * k) for edge in m.BIN_EDGES] == [
-            -(-percent * k // 100) for percent in percents
-        ]
+        assert [math.ceil(edge * k) for edge in m.BIN_EDGES] == [-(-percent * k // 100) for percent in percents]
 
 
 def test_survival_with_ties() -> None:
@@ -635,9 +629,7 @@ def test_errors_are_never_silently_zero() -> None:
 def test_errors_against_a_loop(seed: int) -> None:
     c = Case.draw(seed)
     first, second = c.scores.nan_to_num(nan=0.25), c.other.nan_to_num(nan=0.5)
-    pairs = [
-        (float(first[row, i]), float(second[row, i])) for row in c.rows() for i in range(int(c.visible[row]))
-    ]
+    pairs = [(float(first[row, i]), float(second[row, i])) for row in c.rows() for i in range(int(c.visible[row]))]
     got = m.errors(scores=first, target_scores=second, visible=c.visible)
     assert got.pairs == len(pairs)
     if pairs:
@@ -646,9 +638,7 @@ def test_errors_against_a_loop(seed: int) -> None:
         assert got.rel == pytest.approx(math.sqrt(distance / target))
         assert got.calc_diff == pytest.approx(1 - 2 * dot / (own + target), abs=1e-14)
         assert got.max_abs == max(abs(a - b) for a, b in pairs)
-        assert m.errors(scores=second * 1.5, target_scores=second, visible=c.visible).rel == pytest.approx(
-            0.5
-        )
+        assert m.errors(scores=second * 1.5, target_scores=second, visible=c.visible).rel == pytest.approx(0.5)
     noise = m.row_noise(emulation_scores=first, target_scores=second, visible=c.visible)
     square = (noise.nan_to_num() ** 2 * c.visible).sum().item()
     assert square == pytest.approx(sum((a - b) ** 2 for a, b in pairs))

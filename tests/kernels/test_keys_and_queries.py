@@ -27,6 +27,9 @@ CODES_EQUAL = {"e4m3": 0.9999, "e2m1": 0.9999, "bf16": 0.999}  # share of codes;
 SCALE_RTOL = 1e-6  # fp32 scales
 SCALES_MOVED = 1e-4  # share of power-of-two scales that may differ, at a binade edge
 GATE_RTOL = 1e-6  # folded gates
+# bf16 has no scale, so a value that cancels to near zero in the Hadamard sum has units far below what fp32 resolves
+# in that sum: such values may differ by eight fp32 roundings of their row's length instead of by one unit
+ROW_ROUNDING = 8 * 2.0**-24
 
 STAGES = ("pool", "norm", "rope", "hadamard")
 RECIPES = {
@@ -130,6 +133,12 @@ def assert_same_codes(label, recipe, got, want):
             )
         )
     distance = (order - want_order).abs()
+    if step is None and fmt == "bf16":
+        resolved = (codes.float() - want_codes.float()).abs() > ROW_ROUNDING * want_codes.float().norm(
+            dim=-1, keepdim=True
+        )
+        print(f"{label}: {int(((distance > 1) & ~resolved).sum())} near zero, farther than a neighbour")
+        distance = torch.where(resolved, distance, distance.clamp(max=1))
     moved = torch.zeros(())
     if want_scales is not None and (fmt == "e2m1" or recipe.get("scale") == "ue8m0"):
         # at a binade edge the other power of two is as good: such blocks are counted and left out

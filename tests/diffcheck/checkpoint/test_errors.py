@@ -386,7 +386,9 @@ def test_scale_bytes_at_the_bound(edit: Callable[..., Path], byte: int) -> None:
 def test_fp32_scales_out_of_range(edit: Callable[..., Path], value: float) -> None:
     scale = indexer_tensors(2)["wq_b_scale"].float()
     scale[0, 0] = value
-    refuses(lambda: load_layer(edit(wq_b_scale=scale), 2), f"first {value:g} at [0, 0], expected above 0 and at most 2^64")
+    refuses(
+        lambda: load_layer(edit(wq_b_scale=scale), 2), f"first {value:g} at [0, 0], expected above 0 and at most 2^64"
+    )
 
 
 def test_q_lora_rank_that_fp8_activations_cannot_have(tmp_path: Path) -> None:

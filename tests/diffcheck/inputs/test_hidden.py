@@ -32,7 +32,7 @@ def test_shapes_and_dtypes(support):
 
 
 def test_a_prefix_of_a_longer_text_is_the_shorter_text(support):
-    config = support.config()
+    config = support.config(hidden_size=1024, q_lora_rank=256)
     x, qr = synthetic_hidden(config, length=3 * BLOCK, seed=4)
     for length in (1, 100, BLOCK, BLOCK + 7, 2 * BLOCK + 1):
         shorter = synthetic_hidden(config, length=length, seed=4)
