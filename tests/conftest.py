@@ -14,6 +14,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items):
+    """Tests of shapes that only a GPU can do say what they miss."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
 def _load(name):
     """A helper module beside the tests, which importlib mode cannot import by name."""
     path = Path(__file__).parent / f"{name}.py"

@@ -134,9 +134,8 @@ def assert_same_codes(label, recipe, got, want):
         )
     distance = (order - want_order).abs()
     if step is None and fmt == "bf16":
-        resolved = (codes.float() - want_codes.float()).abs() > ROW_ROUNDING * want_codes.float().norm(
-            dim=-1, keepdim=True
-        )
+        values = want_codes.float()
+        resolved = (codes.float() - values).abs() > ROW_ROUNDING * values.norm(dim=-1, keepdim=True)
         print(f"{label}: {int(((distance > 1) & ~resolved).sum())} near zero, farther than a neighbour")
         distance = torch.where(resolved, distance, distance.clamp(max=1))
     moved = torch.zeros(())
