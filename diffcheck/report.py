@@ -71,7 +71,7 @@ def document(todo: Plan, outcome: Outcome, gates: list[GateResult]) -> dict[str,
             "seed": todo.options.seed,
             "needles": outcome.needles,
         },
-        "notes": todo.notes,
+        "notes": todo.notes + outcome.notes,
         "recipes": recipes,
         "cases": outcome.cases,
         "gates": [{"gate": g.gate, "measured": g.measured, "failed": g.failed, "passed": g.passed} for g in gates],
@@ -158,7 +158,7 @@ _STYLES = {"kernel": "bold red", "config": "yellow", "same": "green", "vacuous":
 def _row(case: dict[str, Any]) -> list[str]:
     head = [str(case["layer"]), case["precision"], case["theta_setting"]]
     if case["verdict"] == "refused":
-        return [*head, *[""] * 13, f"({case['backend']})", f"refused: {case['reason']}"]
+        return [*head, *[""] * 13, "-", "refused"]
     needles = case["needles"]
     ranks = [case["needle_rank_reference_median"], case["needle_rank_median"]]
     return [

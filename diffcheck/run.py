@@ -137,6 +137,7 @@ class Outcome:
     stages_computed: int = 0
     seconds: float = 0.0
     needles: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 Progress = Callable[[str], None]
@@ -181,6 +182,8 @@ def _run_layer(todo: Plan, layer: int, outcome: Outcome) -> Iterator[dict[str, A
     outcome.needles[layer] = [
         {"query": n.query, "first_token": n.first_token, "last_token": n.last_token} for n in inputs.needles
     ]
+    if todo.inputs is None:  # notes on a trace are in the plan
+        outcome.notes += [f"layer {layer}: {note}" for note in inputs.notes]
     targets = Targets.of(pipeline, inputs.needles)
     for case in todo.cases:
         yield _run_case(todo, layer, case, pipeline, targets)

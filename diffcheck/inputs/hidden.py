@@ -36,12 +36,12 @@ NORM_EPS = 1e-6
 def synthetic_hidden(
     config: IndexerConfig, *, length: int, seed: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Hidden states of one made-up sequence: (x bf16 [length, hidden], qr bf16 [length, q_lora]), on
-    `device`.
+    """Hidden states of one made-up sequence: (x bf16 [length, hidden], qr bf16 [length, q_lora]), on `device`.
 
-    Generated on the CPU whatever the device, so the values depend only on (config's two widths, length,
-    seed), and the first n rows of a longer sequence equal the sequence of length n with the same seed, bit
-    for bit. Raises InputError when length is not positive.
+    Generated on the CPU whatever the device: on one machine the values depend only on (config's two widths, length,
+    seed), and the first n rows of a longer sequence equal the sequence of length n with the same seed, bit for bit.
+    Another torch build, kind of CPU or number of threads may sum its products in another order, which moves a few
+    values by one bf16 unit. Raises InputError when length is not positive.
     """
     if length < 1:
         raise InputError(f"length is {length}, expected at least 1 token")

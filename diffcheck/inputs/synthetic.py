@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from ..refimpl import IndexerConfig, IndexerWeights, InputError
 from .hidden import synthetic_hidden
-from .needles import DEFAULT_STRENGTHS, NeedlePlan, default_needles, plant_needles
+from .needles import DEFAULT_STRENGTHS, NeedlePlan, Planter, Unreachable, default_needles
 from .source import LayerInputs, Needle
 
 DEFAULT_STRENGTH = 0.25
 """Strength of a needle of which only the depth was given."""
+LINES = 16
+"""How often the gradient may be taken anew while planting: one straight line often cannot reach a strong target."""
 
 
 def synthetic_inputs(
@@ -27,7 +29,8 @@ def synthetic_inputs(
     """Hidden states of `length` tokens for one layer, with needles planted.
 
     With a depth (0 to 1 over the visible entries of the last token) there is one needle, else several over all
-    depths. Below index_topk * 4 tokens nothing can be planted; InputError if a needle was asked for all the same.
+    depths; those of them that cannot reach their strength are left out with a note. Below index_topk * 4 tokens
+    nothing can be planted. InputError if the one needle asked for cannot be had.
     """
     check_needle_options(config, length, depth, strength)
     x, qr = synthetic_hidden(config, length=length, seed=seed)
@@ -39,9 +42,22 @@ def synthetic_inputs(
     else:
         wanted = DEFAULT_STRENGTH if strength is None else strength
         plans = (NeedlePlan(query=length - 1, depth=depth, strength=wanted),)
-    x, planted = plant_needles(config, weights, x, qr, plans)
-    needles = tuple(Needle(query=n.query, first_token=n.first_token, last_token=n.last_token) for n in planted)
-    return LayerInputs(x=x, qr=qr, needles=needles)
+    planter = Planter(config, weights, x, qr)
+    needles, notes = [], []
+    for plan in plans:
+        try:
+            n = planter.plant(query=plan.query, depth=plan.depth, strength=plan.strength, lines=LINES)
+        except Unreachable as error:
+            if depth is not None:
+                raise
+            notes.append(f"needle left out: {error}")
+            continue
+        needles.append(Needle(query=n.query, first_token=n.first_token, last_token=n.last_token))
+        notes.append(
+            f"needle in tokens {n.first_token}..{n.last_token} for query {n.query}: strength {n.strength:g}, "
+            f"reached {n.reached:.4f}, ideal rank {n.rank}"
+        )
+    return LayerInputs(x=planter.x, qr=qr, needles=tuple(needles), notes=tuple(notes))
 
 
 def check_needle_options(config: IndexerConfig, length: int, depth: float | None, strength: float | None) -> None:

@@ -70,7 +70,7 @@ def one_line_error(result, *parts, code=2):
 
 def test_run_prints_and_writes(cli, mini, tmp_path):
     path = tmp_path / "out.json"
-    status, out, err = cli("run", "--checkpoint", mini, *QUICK, "--json", path)
+    status, out, err = cli("run", "--checkpoint", mini, *QUICK, "--backend", "emulated", "--json", path)
     assert status == 0
     assert "fp8: Jaccard" in out
     assert "what if theta were 10000" in out
@@ -90,7 +90,7 @@ def test_run_prints_and_writes(cli, mini, tmp_path):
     assert report["cases"][3]["theta"] == 10000.0
     assert report["cases"][3]["replaced"]["k_theta"] == 10000.0
     assert report["stage_evaluations"]["computed"] < report["stage_evaluations"]["asked"]
-    assert report["environment"]["packages"]["torch"] == torch.__version__.split("+")[0] or report["environment"]
+    assert report["environment"]["packages"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert report["checkpoint"]["sources"]["compress_rope_theta"] == "checkpoint: compress_rope_theta"
 
 

@@ -3,11 +3,19 @@
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+
+def _has_setuptools():
+    try:
+        return int(metadata.version("setuptools").split(".")[0]) >= 77
+    except metadata.PackageNotFoundError:
+        return False
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +26,8 @@ def wheel_names(tmp_path_factory):
         subprocess.run(["cp", "-r", str(ROOT / name), str(source)], check=True)
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(out), str(source)]
+    if _has_setuptools():  # then no package index is needed
+        command.append("--no-build-isolation")
     subprocess.run(command, check=True)
     (wheel,) = out.glob("*.whl")
     return zipfile.ZipFile(wheel).namelist()

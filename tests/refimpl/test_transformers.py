@@ -23,7 +23,7 @@ from diffcheck.refimpl.rotation import inverse_frequencies
 transformers = pytest.importorskip("transformers")
 modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
 
-SCORE_TOLERANCE = 1e-6
+SCORE_TOLERANCE = 2e-6
 KEY_TOLERANCE = 1e-5
 LAYER = 1
 
