@@ -73,7 +73,7 @@ class Targets:
         )
 
 
-def compare(pipeline: Pipeline, recipe: Recipe, deployed: Trace, targets: Targets, *, what_if: bool) -> dict[str, Any]:
+def compare(pipeline: Pipeline, recipe: Recipe, deployed: Trace, targets: Targets) -> dict[str, Any]:
     """All metrics of a case as plain values (None where there is nothing to measure)."""
     t, selected, scores = targets, deployed["topk"], deployed["scores"]
     emulated_scores, emulated_topk = pipeline.stage(recipe, "scores"), pipeline.stage(recipe, "topk")
@@ -119,7 +119,7 @@ def compare(pipeline: Pipeline, recipe: Recipe, deployed: Trace, targets: Target
     }
     errors = {"score_rel_error": total.rel, "format_error": form.rel, "kernel_error": kernel.rel}
     result["nonfinite"] = [name for name, value in errors.items() if value is not None and finite(value) is None]
-    result["verdict"] = verdict(result, what_if)
+    result["verdict"] = verdict(result, structure_differs=recipe.structure_differs(t.reference))
     return result
 
 
@@ -203,15 +203,18 @@ def bytes_per_entry(recipe: Recipe, dim: int) -> float:
     return 4.0 * dim if recipe.k_format is None else recipe.k_format.bytes_per_entry(dim)
 
 
-def verdict(case: dict[str, Any], what_if: bool) -> str:
-    """One word for the case: vacuous, kernel, same, config or format."""
+def verdict(case: dict[str, Any], *, structure_differs: bool) -> str:
+    """One word for the case: vacuous, kernel, same, config or format.
+
+    "config" when the recipe differs in more than formats and roundings, such as theta or a one-sided Hadamard.
+    """
     if case["vacuous"]:
         return "vacuous"
     if case["jaccard_kernel"] < SAME_JACCARD:
         return "kernel"
     if case["jaccard_tied"] >= SAME_JACCARD:
         return "same"
-    return "config" if what_if else "format"
+    return "config" if structure_differs else "format"
 
 
 def finite(value: float | None) -> float | None:

@@ -161,6 +161,15 @@ class Recipe:
             if name != "name" and getattr(self, name) != getattr(other, name)
         }
 
+    def structure_differs(self, other: Recipe) -> bool:
+        """Whether more than formats and roundings differ: what no choice of precision explains.
+
+        These are the fields of STRUCTURE, and a Hadamard rotation on one side only (on both or neither the exact
+        scores are the same).
+        """
+        one_sided = self.q_hadamard != self.k_hadamard and other.q_hadamard == other.k_hadamard
+        return one_sided or not STRUCTURE.isdisjoint(self.differences(other))
+
     def to_json(self) -> dict[str, Any]:
         """All fields as plain JSON values."""
         return {name: plain(getattr(self, name)) for name in self.field_names()}
@@ -170,6 +179,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     name: get_args(hint) for name, hint in get_type_hints(Recipe).items() if get_origin(hint) is Literal
 }
 """Allowed values of the fields that have only a few."""
+STRUCTURE = frozenset(
+    side + name for name in ("theta", "yarn", "mscale", "pairing", "slice") for side in ("q_", "k_")
+) | {"rope_dims", "k_position", "ape", "overlap", "eps", "relu", "mask_shift", "k"}
+"""Fields of configuration and structure: a deployment has no choice about them."""
 TWO_SIDED = frozenset(
     n[2:] for n in Recipe.field_names() if n.startswith("q_") and "k_" + n[2:] in Recipe.field_names()
 )

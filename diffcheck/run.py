@@ -209,7 +209,7 @@ def _run_case(todo: Plan, layer: int, case: Case, pipeline: Pipeline, targets: T
     reason = backend.refusal(recipe, todo.checkpoint.config)
     if reason:
         return record | {"verdict": "refused", "reason": reason, "nonfinite": []}
-    record |= compare(pipeline, recipe, backend.run(pipeline, recipe), targets, what_if=case.what_if)
+    record |= compare(pipeline, recipe, backend.run(pipeline, recipe), targets)
     return record | {"reason": None, "seconds": time.perf_counter() - began}
 
 

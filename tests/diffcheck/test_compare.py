@@ -9,6 +9,7 @@ from diffcheck.compare import Targets, compare, first_stage, stage_differs, verd
 from diffcheck.formats import Format
 from diffcheck.inputs.source import Needle
 from diffcheck.pipeline import Pipeline
+from diffcheck.presets import CHANGES as CHANGES_BY_PRESET
 from diffcheck.recipe import Recipe
 from diffcheck.refimpl import Trace
 
@@ -28,9 +29,9 @@ def reference(layer):
     return Recipe.reference(layer.call.config)
 
 
-def run(layer, recipe, needles=(), what_if=False):
+def run(layer, recipe, needles=()):
     targets = Targets.of(layer, needles)
-    return compare(layer, recipe, BACKENDS["emulated"].run(layer, recipe), targets, what_if=what_if)
+    return compare(layer, recipe, BACKENDS["emulated"].run(layer, recipe), targets)
 
 
 CHANGES = [
@@ -98,14 +99,14 @@ def test_format_is_told_from_config(layer, reference):
     assert fp8["verdict"] == "format"
     assert fp8["format_error"] == fp8["score_rel_error"] > 0
     assert fp8["kernel_error"] == 0
-    assert run(layer, reference.replace(theta=1e4), what_if=True)["verdict"] == "config"
+    assert run(layer, reference.replace(theta=1e4))["verdict"] == "config"
 
 
 def test_a_wrong_kernel_is_a_kernel(layer, reference):
     """A deployment that leaves out what its recipe says differs from that recipe, whatever the recipe."""
     recipe = Recipe.preset("fp8", layer.call.config)
     broken = layer.trace(recipe.replace(k_hadamard=False))
-    case = compare(layer, recipe, broken, Targets.of(layer, ()), what_if=False)
+    case = compare(layer, recipe, broken, Targets.of(layer, ()))
     assert case["verdict"] == "kernel"
     assert case["jaccard_kernel"] < 0.9
     assert case["format_error"] < case["score_rel_error"]
@@ -152,7 +153,7 @@ def test_stage_differs_counts_ulps():
 
 
 @pytest.mark.parametrize(
-    ("vacuous", "kernel", "tied", "what_if", "word"),
+    ("vacuous", "kernel", "tied", "structure_differs", "word"),
     [
         (True, 0.1, 0.1, True, "vacuous"),
         (False, 0.99, 0.5, True, "kernel"),
@@ -161,6 +162,19 @@ def test_stage_differs_counts_ulps():
         (False, 1.0, 0.99, False, "format"),
     ],
 )
-def test_verdict(vacuous, kernel, tied, what_if, word):
+def test_verdict(vacuous, kernel, tied, structure_differs, word):
     case = {"vacuous": vacuous, "jaccard_kernel": kernel, "jaccard_tied": tied}
-    assert verdict(case, what_if) == word
+    assert verdict(case, structure_differs=structure_differs) == word
+
+
+STRUCTURAL = [{"theta": 1e4}, {"k_yarn": None}, {"k_hadamard": False}, {"relu": False}, {"mask_shift": 3}, {"k": 32}]
+
+
+@pytest.mark.parametrize("change", STRUCTURAL, ids=str)
+def test_structure_is_told_from_precision(reference, change):
+    assert reference.replace(**change).structure_differs(reference)
+
+
+def test_no_preset_differs_in_structure(layer, reference):
+    for name in CHANGES_BY_PRESET:
+        assert not Recipe.preset(name, layer.call.config).structure_differs(reference)
