@@ -2,7 +2,7 @@
 
 Three comparisons make a case. *Total*: deployment against reference. *Format*: the emulation of the deployment's
 recipe against the reference, what its choices imply. *Kernel*: deployment against that emulation, what it does beyond
-its choices. The metrics themselves are defined in `metrics`.
+its choices. The metrics themselves are defined in `metrics` and `ranks`.
 
 `first_stage` asks of each stage in pipeline order: given the reference's own preceding stage, does this recipe's stage
 differ by more than rounding? That is: after rounding to the reference's type, more than 1 % of the elements are off
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import metrics
+from . import metrics, ranks
 from .inputs.source import Needle
 from .pipeline import Pipeline
 from .recipe import Recipe
@@ -45,7 +45,7 @@ class Targets:
     k: int
     needle_rows: Tensor
     needle_spans: list[range]
-    needle_reference: metrics.Needles
+    needle_reference: ranks.Needles
 
     @staticmethod
     def of(pipeline: Pipeline, needles: tuple[Needle, ...]) -> Targets:
@@ -56,9 +56,9 @@ class Targets:
         visible = visible_entries(pipeline.queries)
         row_of = {int(position): row for row, position in enumerate(pipeline.queries.tolist())}
         rows = torch.tensor([row_of[n.query] for n in needles], dtype=torch.int64, device=scores.device)
-        spans = [metrics.needle_entries(n.first_token, n.last_token) for n in needles]
+        spans = [ranks.needle_entries(n.first_token, n.last_token) for n in needles]
         spans = [range(s.start, min(s.stop, scores.shape[1])) for s in spans]
-        found = metrics.needles(scores=scores[rows], selected=topk[rows], visible=visible[rows], spans=spans)
+        found = ranks.needles(scores=scores[rows], selected=topk[rows], visible=visible[rows], spans=spans)
         return Targets(
             reference=reference,
             scores=scores,
@@ -104,7 +104,7 @@ def compare(pipeline: Pipeline, recipe: Recipe, deployed: Trace, targets: Target
     )
     result["misses"] = {"ties": lost.ties, "near_ties": lost.near_ties, "real": lost.real}
     result |= _needles(scores, selected, t)
-    bins = metrics.survival(selected=selected, target_scores=t.scores, visible=t.visible, k=t.k)
+    bins = ranks.survival(selected=selected, target_scores=t.scores, visible=t.visible, k=t.k)
     result["survival"] = [asdict(b) | {"p": finite(b.p)} for b in bins]
     result |= {
         "score_rel_error": finite(total.rel),
@@ -139,7 +139,7 @@ def _overlaps(selected: Tensor, target: Tensor, target_scores: Tensor, t: Target
 def _needles(scores: Tensor, selected: Tensor, t: Targets) -> dict[str, Any]:
     """Needle fields: a plain value for one needle, lists for several, None without any."""
     rows = t.needle_rows
-    found = metrics.needles(scores=scores[rows], selected=selected[rows], visible=t.visible[rows], spans=t.needle_spans)
+    found = ranks.needles(scores=scores[rows], selected=selected[rows], visible=t.visible[rows], spans=t.needle_spans)
     count = len(t.needle_spans)
 
     def one(values: list[Any]) -> Any:

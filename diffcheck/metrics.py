@@ -1,4 +1,4 @@
-"""Every number that a comparison reports, defined once.
+"""Every number that a comparison reports, defined once; ranks and what follows from them are in `ranks`.
 
 **Arguments.** A row is one query; its entries are the compressed positions 0 … E-1, of which it sees the
 first `visible` and may select k. The *target* is what a deployment is compared with: the reference, the ideal
@@ -34,16 +34,6 @@ NaN leaves fewer than k scores, tau is -inf and e is 0.
 that row: the RMS of emulation minus target) or real. A missed entry is judged by its own score alone, so ties
 may outnumber what jaccard_tied forgives: that also asks what was selected instead.
 
-**Rank** of an entry = the number of visible entries with a strictly larger score, so 0 is best and equal
-scores share a rank. A needle is a span of tokens that a query should find; it lives in all entries whose own
-window of 4 tokens holds one of them. Its rank is the best of their ranks and it is selected if one of them
-is. An entry that its row cannot see has no rank and is never found.
-
-**Survival.** Entries are binned by r/k, r being the rank by the target's scores. p is the share of a bin's
-entries that is selected, pooled over rows, with a bootstrap interval. Below 1 that is survival; [1, 1.5)
-holds false admissions. Because ties share a rank, all that tie at the k-th place have r < k and a perfect
-selection keeps p < 1 there.
-
 **Errors** over visible (row, entry) pairs, a being the deployment and b the target: rel = ‖a-b‖ / ‖b‖,
 calc_diff = 1 - 2<a,b> / (<a,a> + <b,b>), computed as the equal ‖a-b‖² / (‖a‖² + ‖b‖²), which does not cancel,
 and max_abs = max |a-b|. A pair that is the same infinity, or NaN on both sides, agrees and adds nothing; NaN
@@ -56,19 +46,14 @@ another choice at the k-th place. "Next lower" is strictly lower, ties having be
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .statistics import bootstrap, resampling_groups
-
-TOKENS_PER_ENTRY = 4
 NEAR_TIE_NOISES = 3
-BIN_EDGES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.5)
 BLOCK_ELEMENTS = 1 << 18  # scores taken to fp64 at once
 
 
@@ -108,26 +93,6 @@ class Misses:
     ties: int
     near_ties: int
     real: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needles:
-    """Rank (None: not visible) and selection of each needle, and the median of the ranks there are."""
-
-    ranks: list[int | None]
-    selected: list[bool]
-    rank_median: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bin:
-    """Entries with lo <= r/k < hi: the share p selected of n, and its interval; None: nothing to estimate."""
-
-    lo: float
-    hi: float
-    p: float | None
-    n: int
-    ci: tuple[float, float] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +143,7 @@ def recalls(*, selected: Tensor, target_selected: Tensor, entries: int) -> Tenso
 def overlap(*, selected: Tensor, target_selected: Tensor, entries: int, visible: Tensor, k: int) -> Overlap:
     """Summarise jaccard and recall; an empty target in a row that counts is an AssertionError."""
     counted = counted_rows(visible, k)
-    _check_rows(visible, selected, target_selected)
+    check_rows(visible, selected, target_selected)
     if not counted.any():
         return Overlap(jaccard=None, recall_mean=None, recall_p1=None, recall_worst=None)
     both, own, target = (size.double() for size in _sizes(selected[counted], target_selected[counted], entries))
@@ -210,7 +175,7 @@ def ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def thresholds(*, target_scores: Tensor, visible: Tensor, k: int) -> Tensor:
     """Give tau of each row: fp64 [rows]."""
-    return _best(_keys(target_scores, visible), k)[:, -1].double()
+    return best_keys(ordering_keys(target_scores, visible), k)[:, -1].double()
 
 
 def tie_bands(taus: Tensor, score_dtype: torch.dtype) -> Tensor:
@@ -227,11 +192,11 @@ def tied_hits(
     score_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Give the tie-tolerant hits of each row, int64 [rows] in 0 … k, and its band e, fp64 [rows]."""
-    keys = _keys(target_scores, visible)
-    best = _best(keys, k).double()
+    keys = ordering_keys(target_scores, visible)
+    best = best_keys(keys, k).double()
     taus = best[:, -1:]
     bands = tie_bands(taus, score_dtype or target_scores.dtype)
-    own, held = _own(keys, selected, visible)
+    own, held = selected_keys(keys, selected, visible)
     above = held & (own > taus + bands)
     level = held & (own >= taus - bands) & ~above
     must = (best > taus + bands).sum(1)
@@ -281,9 +246,9 @@ def misses(
 ) -> Misses:
     """Divide the misses into ties, near-ties and real ones; NaN or infinite noise makes none a near-tie."""
     counted = counted_rows(visible, k)
-    _check_rows(visible, selected, target_selected, noise)
-    keys = _keys(target_scores, visible)
-    taus = _best(keys, k)[:, -1:].double()
+    check_rows(visible, selected, target_selected, noise)
+    keys = ordering_keys(target_scores, visible)
+    taus = best_keys(keys, k)[:, -1:].double()
     bands = tie_bands(taus, score_dtype or target_scores.dtype)
     index = _distinct(target_selected, keys.shape[1])
     place = index.clamp_min(0)
@@ -298,99 +263,16 @@ def misses(
 
 def margins(*, target_scores: Tensor, visible: Tensor, k: int, noise: Tensor) -> Tensor:
     """Give the margin of each row: fp64 [rows], infinite without noise, NaN where no score is below tau."""
-    _check_rows(visible, noise)
+    check_rows(visible, noise)
     return _gaps(target_scores, visible, k) / noise.double()
 
 
 def margin(*, target_scores: Tensor, visible: Tensor, k: int, noise: Tensor) -> float | None:
     """Give the median margin of rows with a score below tau, None without any; a NaN noise makes it NaN."""
-    _check_rows(visible, noise)
+    check_rows(visible, noise)
     gaps = _gaps(target_scores, visible, k)
     kept = ~gaps.isnan()  # never in a row with visible <= k, where nothing is below the k-th
     return float(np.median((gaps / noise.double())[kept].cpu().numpy())) if kept.any() else None
-
-
-def ranks(*, scores: Tensor, visible: Tensor, entries: Tensor) -> Tensor:
-    """Rank `entries`, int [rows, m] with -1 for none: int64 [rows, m], -1 for what the row cannot see."""
-    _check_rows(visible, entries)
-    keys = _keys(scores, visible)
-    _check_range(entries, keys.shape[1])
-    index = entries.long()
-    on_host = keys.device.type == "cpu"  # where numpy sorts several times faster than torch
-    rising = torch.from_numpy(np.sort(keys.numpy(), axis=1)) if on_host else keys.sort(dim=1).values
-    larger = keys.shape[1] - torch.searchsorted(rising, keys.gather(1, index.clamp_min(0)), right=True)
-    return torch.where((index >= 0) & (index < visible[:, None]), larger, -1)
-
-
-def needle_entries(first_token: int, last_token: int) -> range:
-    """Give the entries whose own window holds one of the tokens first_token … last_token, both included."""
-    if not 0 <= first_token <= last_token:
-        raise ValueError(f"tokens {first_token} to {last_token} are no needle")
-    return range(first_token // TOKENS_PER_ENTRY, last_token // TOKENS_PER_ENTRY + 1)
-
-
-def needles(*, scores: Tensor, selected: Tensor, visible: Tensor, spans: Sequence[range]) -> Needles:
-    """Say of each needle where it ranks and whether it was selected.
-
-    Row i is the query of needle i, and spans[i] its entries from `needle_entries`, which must end within E.
-    """
-    _check_scores(scores, visible)
-    _check_rows(visible, selected)
-    if len(spans) != len(visible):
-        raise ValueError(f"{len(spans)} needles for {len(visible)} query rows")
-    found_ranks: list[int | None] = []
-    found: list[bool] = []
-    for row, span in enumerate(spans):
-        if not 0 <= span.start < span.stop <= scores.shape[1]:
-            raise ValueError(f"needle {row} lies in {span} of {scores.shape[1]} entries")
-        one = slice(row, row + 1)
-        entries = torch.arange(span.start, span.stop, device=scores.device)[None]
-        rank = ranks(scores=scores[one], visible=visible[one], entries=entries)
-        seen = rank >= 0
-        found_ranks.append(int(rank[seen].min()) if seen.any() else None)
-        found.append(bool((membership(selected[one], scores.shape[1]).gather(1, entries) & seen).any()))
-    known = [rank for rank in found_ranks if rank is not None]
-    return Needles(ranks=found_ranks, selected=found, rank_median=float(np.median(known)) if known else None)
-
-
-def survival(
-    *,
-    selected: Tensor,
-    target_scores: Tensor,
-    visible: Tensor,
-    k: int,
-    sequences: Tensor | None = None,
-    seed: int = 0,
-) -> list[Bin]:
-    """Give the share selected by rank, a `Bin` for each two neighbours in BIN_EDGES.
-
-    `sequences`, int [rows], says which sequence a row belongs to (None: there is one); `seed` is that of the
-    bootstrap. Nothing is ranked: r < c exactly if the score is at least the c-th largest, so a few order
-    statistics of a row decide every bin.
-    """
-    counted = counted_rows(visible, k)
-    keys = _keys(target_scores, visible)
-    edges = [math.ceil(edge * k) for edge in BIN_EDGES]  # r/k < edge exactly if r < ceil(edge * k)
-    best = _best(keys, edges[-1])
-    own, held = _own(keys, selected, visible)
-    level_last = (keys >= best[:, -1:]).count_nonzero(1)[:, None]
-    below_n, below_found = [torch.zeros_like(level_last)], [torch.zeros_like(level_last)]
-    for edge in edges[1:]:
-        floor = best[:, edge - 1 : edge]
-        # What ties with the last of `best` goes on beyond it, and -inf is also what invisible entries score.
-        size = torch.where(floor == best[:, -1:], level_last, (best >= floor).sum(1, keepdim=True))
-        below_n.append(torch.where(floor == -torch.inf, visible[:, None], size))
-        below_found.append((held & (own >= floor)).sum(1, keepdim=True))
-    n_bins = torch.cat(below_n, 1)[counted].diff(dim=1).cpu().numpy()
-    found_bins = torch.cat(below_found, 1)[counted].diff(dim=1).cpu().numpy()
-    sequence = None if sequences is None else sequences[counted].cpu().numpy()
-    groups = resampling_groups(len(n_bins), sequences=sequence)
-    bins = []
-    for (lo, hi), n, found in zip(pairwise(BIN_EDGES), n_bins.T, found_bins.T, strict=True):
-        share = bootstrap(found, weights=n, groups=groups, seed=seed)
-        p, ci = (share.estimate, share.ci) if share else (None, None)
-        bins.append(Bin(lo=lo, hi=hi, p=p, n=int(n.sum()), ci=ci))
-    return bins
 
 
 def errors(*, scores: Tensor, target_scores: Tensor, visible: Tensor) -> Errors:
@@ -409,21 +291,24 @@ def errors(*, scores: Tensor, target_scores: Tensor, visible: Tensor) -> Errors:
     return Errors(rel=float(rel), calc_diff=float(calc_diff), max_abs=float(worst), pairs=pairs)
 
 
-def _check_rows(visible: Tensor, *others: Tensor) -> None:
+def check_rows(visible: Tensor, *others: Tensor) -> None:
+    """Refuse a tensor without a row for each of `visible`."""
     for other in others:
         if other.shape[:1] != visible.shape:
             raise ValueError(f"{tuple(other.shape)} does not have a row for each of {tuple(visible.shape)}")
 
 
-def _check_scores(scores: Tensor, visible: Tensor) -> None:
+def check_scores(scores: Tensor, visible: Tensor) -> None:
+    """Refuse scores that are not float [rows, E], and `visible` outside 0 … E."""
     if scores.ndim != 2 or not scores.dtype.is_floating_point:
         raise ValueError(f"scores must be float [rows, E], not {scores.dtype} {tuple(scores.shape)}")
-    _check_rows(visible, scores)
+    check_rows(visible, scores)
     if len(visible) and not 0 <= int(visible.min()) <= int(visible.max()) <= scores.shape[1]:
         raise ValueError(f"visible must lie in 0 … {scores.shape[1]}")
 
 
-def _check_range(index: Tensor, entries: int) -> None:
+def check_range(index: Tensor, entries: int) -> None:
+    """Refuse indices of another type or shape; one outside -1 … E-1 is an AssertionError."""
     if index.ndim != 2 or index.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"indices must be int32 or int64 [rows, places], not {index.dtype} {index.ndim}-d")
     if index.numel():
@@ -433,7 +318,7 @@ def _check_range(index: Tensor, entries: int) -> None:
 
 def _distinct(index: Tensor, entries: int) -> Tensor:
     """Sort the indices of each row and turn repeats into -1: int64 [rows, places]."""
-    _check_range(index, entries)
+    check_range(index, entries)
     ordered = index.long().sort(dim=1).values
     repeated = torch.zeros_like(ordered, dtype=torch.bool)
     repeated[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
@@ -448,9 +333,9 @@ def _sizes(selected: Tensor, target_selected: Tensor, entries: int) -> tuple[Ten
     return (own & target).count_nonzero(1), own.count_nonzero(1), target.count_nonzero(1)
 
 
-def _keys(scores: Tensor, visible: Tensor) -> Tensor:
+def ordering_keys(scores: Tensor, visible: Tensor) -> Tensor:
     """Copy scores for ordering, fp32 or fp64 [rows, max(E, 1)]: -inf where NaN or invisible."""
-    _check_scores(scores, visible)
+    check_scores(scores, visible)
     wide = scores if scores.dtype == torch.float64 else scores.float()
     if wide.shape[1] == 0:  # one column stays for a gather to point at
         return wide.new_full((wide.shape[0], 1), -torch.inf)
@@ -458,7 +343,7 @@ def _keys(scores: Tensor, visible: Tensor) -> Tensor:
     return torch.where((entry >= visible[:, None]) | wide.isnan(), -torch.inf, wide)
 
 
-def _best(keys: Tensor, count: int) -> Tensor:
+def best_keys(keys: Tensor, count: int) -> Tensor:
     """Give the `count` largest keys of each row in falling order, then -inf: [rows, count]."""
     if count < 1:
         raise ValueError(f"k must be at least 1, not {count}")
@@ -466,25 +351,25 @@ def _best(keys: Tensor, count: int) -> Tensor:
     return torch.nn.functional.pad(best, (0, count - best.shape[1]), value=-torch.inf)
 
 
-def _own(keys: Tensor, selected: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+def selected_keys(keys: Tensor, selected: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
     """Give the key of each selected entry, and whether it counts: visible, and the first of its kind."""
-    _check_rows(visible, selected)
+    check_rows(visible, selected)
     index = _distinct(selected, keys.shape[1])
     return keys.gather(1, index.clamp_min(0)), (index >= 0) & (index < visible[:, None])
 
 
 def _gaps(target_scores: Tensor, visible: Tensor, k: int) -> Tensor:
     """Give tau minus the largest score strictly below it: fp64 [rows], NaN if there is none."""
-    keys = _keys(target_scores, visible)
-    taus = _best(keys, k)[:, -1:]
+    keys = ordering_keys(target_scores, visible)
+    taus = best_keys(keys, k)[:, -1:]
     lower = keys.masked_fill_(keys >= taus, -torch.inf).amax(1).double()
     return torch.where(lower == -torch.inf, torch.nan, taus[:, 0].double() - lower)
 
 
 def _blocks(a: Tensor, b: Tensor, visible: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Give blocks of rows in fp64, 0 on both sides where invisible or the same infinity or NaN."""
-    _check_scores(a, visible)
-    _check_scores(b, visible)
+    check_scores(a, visible)
+    check_scores(b, visible)
     if a.shape != b.shape:
         raise ValueError(f"scores {tuple(a.shape)} are compared with {tuple(b.shape)}")
     entry = torch.arange(a.shape[1], device=a.device)

@@ -7,20 +7,8 @@ heads, so the keys are the tall side and are loaded once for all rows that share
 request, or a tile of prefill rows). `paged_logits` reads the pages in place through the block table:
 gathering keys first would write them again for every query.
 
-What a dot is made of:
-
-============  ========  ==============================================  ==================================
-query         keys      compiled                                        interpreted
-============  ========  ==============================================  ==================================
-e4m3          e4m3      fp8 product, every 32 dims added up in fp32     decoded, fp32 product
-e4m3, bf16    bf16      bf16 product (e4m3 is exact in bf16)            decoded, fp32 product
-e2m1          e2m1      bf16 product of decoded values times scales     decoded, fp32 product
-============  ========  ==============================================  ==================================
-
-An e2m1 byte holds an even and an odd dim; both sides are packed alike, so the even and the odd halves are two
-products and nothing is interleaved. relu keeps NaN (a floating-point maximum would turn it into 0), so a
-poisoned key shows. Keys at or beyond every row's length are not read, those beyond one row's length do not
-reach its result.
+Keys at or beyond every row's length are not read, those beyond one row's length do not reach its result. What
+a dot is made of, `score_tile` says.
 
 Letters: R rows, B requests, H heads, P pages, N keys, M prefill rows.
 """
@@ -35,7 +23,7 @@ from torch import Tensor
 from .checks import check_devices, check_tensor
 from .layout import ENTRIES_PER_PAGE, HEAD_DIM, PageFormat, check_pages, dequantise, page_format, read_entries
 from .quantise_query import QuantisedQuery
-from .rounding import INTERPRETED, bf16_code_to_fp32, e2m1_to_fp32, e4m3_to_fp32, ue8m0_to_fp32
+from .score_tile import load_keys, score_tile
 
 QUERY_FORMATS_OF = {"e4m3": ("e4m3",), "bf16": ("e4m3", "bf16"), "e2m1": ("e2m1",)}
 """Which query formats can be scored against keys of a format: the pairs that deployments use."""
@@ -48,112 +36,6 @@ WARPS = {"e4m3": 4, "bf16": 4, "e2m1": 8}
 
 _PAGE = tl.constexpr(ENTRIES_PER_PAGE)
 _MINUS_INF = tl.constexpr(float("-inf"))
-
-
-@triton.jit
-def _e2m1_operand(byte, scale_byte, HIGH: tl.constexpr):
-    """Low or high nibbles of packed bytes times their block's scale: fp32 interpreted, bf16 (exact)
-    compiled.
-    """
-    byte = byte.to(tl.int32)
-    nibble = (byte >> 4) & 15 if HIGH else byte & 15
-    value = e2m1_to_fp32(nibble) * ue8m0_to_fp32(scale_byte)
-    return value if INTERPRETED else value.to(tl.bfloat16)
-
-
-@triton.jit
-def _e4m3_operand(code, FOR_BF16: tl.constexpr):
-    """e4m3 bytes as a dot operand: fp32 interpreted, else bf16 (beside a bf16 operand) or fp8 itself."""
-    if INTERPRETED:
-        operand = e4m3_to_fp32(code)
-    elif FOR_BF16:
-        operand = e4m3_to_fp32(code).to(tl.bfloat16)
-    else:
-        operand = code.to(tl.float8e4nv, bitcast=True)
-    return operand
-
-
-@triton.jit
-def _bf16_operand(code):
-    """bf16 bits as a dot operand: fp32 interpreted, else bf16."""
-    return bf16_code_to_fp32(code) if INTERPRETED else code.to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _dot(keys, queries):
-    """[KEYS, K] x [K, HEADS] with fp32 accumulation."""
-    if INTERPRETED:
-        dots = tl.dot(keys, queries, input_precision="ieee")
-    else:
-        # 0: on Hopper, add each fp8 instruction's 32 dims up outside the tensor core's narrow accumulator
-        dots = tl.dot(keys, queries, max_num_imprecise_acc=0)
-    return dots
-
-
-@triton.jit
-def _load_keys(values_ptr, offsets, scales_ptr, scale_offsets, mask, FMT: tl.constexpr):
-    """Two dot operands of a tile of keys and their fp32 scale [KEYS]; e2m1: even, odd dims; else the same one
-    twice.
-
-    offsets: element of each key's first value; scale_offsets: of its (first) scale. A masked key reads as
-    zero.
-    """
-    if FMT == "e2m1":
-        byte_index = tl.arange(0, 64)[None, :]
-        byte = tl.load(values_ptr + offsets[:, None] + byte_index, mask=mask[:, None], other=0)
-        block = tl.arange(0, 4)[None, :]
-        scale_byte = tl.load(scales_ptr + scale_offsets[:, None] + block, mask=mask[:, None], other=127)
-        scale_byte = tl.reshape(tl.broadcast_to(scale_byte[:, :, None], (mask.shape[0], 4, 16)), (mask.shape[0], 64))
-        first = _e2m1_operand(byte, scale_byte, False)
-        second = _e2m1_operand(byte, scale_byte, True)
-        scale = tl.full(mask.shape, 1.0, tl.float32)
-    else:
-        dims = tl.arange(0, 128)[None, :]
-        code = tl.load(values_ptr + offsets[:, None] + dims, mask=mask[:, None], other=0)
-        if FMT == "bf16":
-            first = _bf16_operand(code)
-            scale = tl.full(mask.shape, 1.0, tl.float32)
-        else:
-            first = _e4m3_operand(code, False)
-            scale = tl.load(scales_ptr + scale_offsets, mask=mask, other=1.0)
-        second = first
-    return first, second, scale
-
-
-@triton.jit
-def _score_tile(
-    first,
-    second,
-    scale,
-    q_ptr,
-    q_scales_ptr,
-    gate_ptr,
-    row,
-    FMT: tl.constexpr,
-    Q_FMT: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-):
-    """Scores fp32 [KEYS] of one query row (int64) against a tile of keys."""
-    score = tl.zeros(scale.shape, tl.float32)
-    for tile in tl.static_range(HEADS // HEAD_TILE):
-        head = row * HEADS + tile * HEAD_TILE + tl.arange(0, HEAD_TILE)[None, :]
-        if Q_FMT == "e2m1":
-            byte_index = tl.arange(0, 64)[:, None]
-            byte = tl.load(q_ptr + head * 64 + byte_index)
-            scale_byte = tl.load(q_scales_ptr + head * 4 + tl.arange(0, 4)[:, None])
-            scale_byte = tl.reshape(tl.broadcast_to(scale_byte[:, None, :], (4, 16, HEAD_TILE)), (64, HEAD_TILE))
-            dots = _dot(first, _e2m1_operand(byte, scale_byte, False))
-            dots += _dot(second, _e2m1_operand(byte, scale_byte, True))
-        else:
-            code = tl.load(q_ptr + head * 128 + tl.arange(0, 128)[:, None])
-            if Q_FMT == "bf16":
-                dots = _dot(first, _bf16_operand(code))
-            else:
-                dots = _dot(first, _e4m3_operand(code, FMT == "bf16"))
-        gate = tl.load(gate_ptr + head)
-        score += tl.sum(tl.where(dots <= 0.0, 0.0, dots) * gate, axis=1)
-    return score * scale
 
 
 @triton.jit
@@ -202,13 +84,13 @@ def paged_logits_kernel(
     SCALES: tl.constexpr = 4 if FMT == "e2m1" else 1
     offsets = page * page_values_stride + row_in_page * VALUES
     scale_offsets = page * page_scales_stride + scales_start + row_in_page * SCALES
-    first, second, scale = _load_keys(page_values_ptr, offsets, page_scales_ptr, scale_offsets, readable, FMT)
+    first, second, scale = load_keys(page_values_ptr, offsets, page_scales_ptr, scale_offsets, readable, FMT)
     for j in range(NEXT_N):
         row = first_row + j
         length = tl.load(lengths_ptr + row)
         score = tl.full((_PAGE,), _MINUS_INF, tl.float32)
         if table_column * _PAGE < length:
-            score = _score_tile(first, second, scale, q_ptr, q_scales_ptr, gate_ptr, row, FMT, Q_FMT, HEADS, HEAD_TILE)
+            score = score_tile(first, second, scale, q_ptr, q_scales_ptr, gate_ptr, row, FMT, Q_FMT, HEADS, HEAD_TILE)
             score = tl.where(known, score, float("nan"))
             score = tl.where(entry < length, score, _MINUS_INF)
         tl.store(out_ptr + row * max_length + entry, score, mask=entry < max_length)
@@ -239,7 +121,7 @@ def ragged_logits_kernel(
     VALUES: tl.constexpr = 64 if FMT == "e2m1" else 128
     SCALES: tl.constexpr = 4 if FMT == "e2m1" else 1
     key64 = key.to(tl.int64)
-    first, second, scale = _load_keys(keys_ptr, key64 * VALUES, key_scales_ptr, key64 * SCALES, key < keys, FMT)
+    first, second, scale = load_keys(keys_ptr, key64 * VALUES, key_scales_ptr, key64 * SCALES, key < keys, FMT)
     for j in range(ROWS):
         row = tl.program_id(1).to(tl.int64) * ROWS + j
         if row < rows:
@@ -247,7 +129,7 @@ def ragged_logits_kernel(
             end = tl.load(end_ptr + row)
             score = tl.full((KEYS,), _MINUS_INF, tl.float32)
             if (start < first_key + KEYS) & (end > first_key):
-                score = _score_tile(
+                score = score_tile(
                     first, second, scale, q_ptr, q_scales_ptr, gate_ptr, row, FMT, Q_FMT, HEADS, HEAD_TILE
                 )
                 score = tl.where((key >= start) & (key < end), score, _MINUS_INF)

@@ -40,6 +40,12 @@ def support():
 
 
 @pytest.fixture(scope="session")
+def score_cases():
+    """The module tests/diffcheck/score_cases.py: small scores and selections, drawn from a seed."""
+    return _load("diffcheck/score_cases")
+
+
+@pytest.fixture(scope="session")
 def oracle():
     """The module tests/oracles/numpy_indexer.py: the whole indexer once more, in slow numpy."""
     return _load("oracles/numpy_indexer")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -32,62 +30,9 @@ def floats(*lists: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.tensor(lists, dtype=dtype)
 
 
-@dataclass
-class Case:
-    """Small tensors in which most scores tie, nearly tie in bf16, or are NaN."""
-
-    selected: Tensor
-    target_selected: Tensor
-    scores: Tensor
-    other: Tensor
-    visible: Tensor
-    k: int
-
-    @staticmethod
-    def draw(seed: int) -> Case:
-        rng = np.random.default_rng(seed)
-        n, entries, k = rng.integers(1, 7), int(rng.integers(1, 14)), int(rng.integers(1, 7))
-        # steps of half a bf16 ulp above 1 and of a whole one below
-        scores = (256 + rng.integers(-5, 9, (2, n, entries))) / 256
-        scores[rng.random(scores.shape) < rng.choice([0, 0.1, 0.6])] = NAN
-        visible = rng.integers(0, entries + 1, n)
-        scores[:, np.arange(entries) >= visible[:, None]] = -INF
-        dtype = [torch.float32, torch.float64][int(rng.integers(2))]
-        return Case(
-            selected=torch.from_numpy(rng.integers(-1, entries, (n, int(rng.integers(1, 9))))),
-            target_selected=torch.from_numpy(rng.integers(-1, entries, (n, k))).int(),
-            scores=torch.from_numpy(scores[0]).to(dtype),
-            other=torch.from_numpy(scores[1]).to(dtype),
-            visible=torch.from_numpy(visible).int(),
-            k=k,
-        )
-
-    def rows(self) -> range:
-        return range(len(self.visible))
-
-    def counted(self) -> list[int]:
-        return [row for row in self.rows() if int(self.visible[row]) > self.k]
-
-    def seen(self, row: int) -> list[float]:
-        """The row's visible scores, NaN as -inf."""
-        return [-INF if math.isnan(x) else x for x in self.scores[row, : int(self.visible[row])].tolist()]
-
-    def tau(self, row: int) -> float:
-        ordered = sorted(self.seen(row), reverse=True)
-        return ordered[self.k - 1] if len(ordered) >= self.k else -INF
-
-
-def a_set(index: Tensor, row: int) -> set[int]:
-    return {i for i in index[row].tolist() if i != -1}
-
-
 def naive_band(tau: float) -> float:
     """The bf16 spacing at a tau between 0.5 and 2."""
     return 0.0 if math.isinf(tau) else 2**-7 if tau >= 1 else 2**-8
-
-
-def naive_ranks(scores: list[float]) -> list[int]:
-    return [sum(other > own for other in scores) for own in scores]
 
 
 def a_top(scores: Tensor, visible: Tensor, k: int, rng: np.random.Generator) -> Tensor:
@@ -166,14 +111,14 @@ def test_overlap_refuses() -> None:
 
 @examples
 @given(seeds)
-def test_overlap_against_a_loop(seed: int) -> None:
-    c = Case.draw(seed)
+def test_overlap_against_a_loop(score_cases: ModuleType, seed: int) -> None:
+    c = score_cases.Case.draw(seed)
     entries = c.scores.shape[1]
     sets = {"selected": c.selected, "target_selected": c.target_selected, "entries": entries}
     held = m.membership(c.selected, entries)
     jaccards, recalls = m.jaccards(**sets).tolist(), m.recalls(**sets).tolist()
     for row in c.rows():
-        own, target = a_set(c.selected, row), a_set(c.target_selected, row)
+        own, target = c.own(row), c.target(row)
         assert set(held[row].nonzero()[:, 0].tolist()) == own
         if own | target:
             assert jaccards[row] == len(own & target) / len(own | target)
@@ -182,7 +127,7 @@ def test_overlap_against_a_loop(seed: int) -> None:
     turned = m.jaccards(selected=c.target_selected, target_selected=c.selected, entries=entries)
     assert torch.equal(m.jaccards(**sets).nan_to_num(), turned.nan_to_num())
     counted = c.counted()
-    if counted and all(a_set(c.target_selected, row) for row in counted):
+    if counted and all(c.target(row) for row in counted):
         got = m.overlap(**sets, visible=c.visible, k=c.k)
         assert got.jaccard == pytest.approx(np.mean([jaccards[row] for row in counted]))
         assert got.recall_p1 == pytest.approx(np.percentile([recalls[row] for row in counted], 1))
@@ -294,14 +239,14 @@ def test_tied_overlap() -> None:
 
 @examples
 @given(seeds)
-def test_tied_hits_against_a_loop(seed: int) -> None:
-    c = Case.draw(seed)
+def test_tied_hits_against_a_loop(score_cases: ModuleType, seed: int) -> None:
+    c = score_cases.Case.draw(seed)
     args = {"target_scores": c.scores, "visible": c.visible, "k": c.k}
     hits, _ = m.tied_hits(selected=c.selected, **args, score_dtype=BF16)
     assert m.thresholds(**args).tolist() == [c.tau(row) for row in c.rows()]
     expected = []
     for row in c.rows():
-        tau, own = c.tau(row), a_set(c.selected, row)
+        tau, own = c.tau(row), c.own(row)
         e = naive_band(tau)
         above = {i for i, s in enumerate(c.seen(row)) if s > tau + e}
         level = {i for i, s in enumerate(c.seen(row)) if s == tau or abs(s - tau) <= e}
@@ -355,15 +300,15 @@ def test_misses() -> None:
 
 @examples
 @given(seeds, st.sampled_from([0.0, 2**-9, 2**-8, 1.0]))
-def test_misses_against_a_loop(seed: int, noise: float) -> None:
-    c = Case.draw(seed)
+def test_misses_against_a_loop(score_cases: ModuleType, seed: int, noise: float) -> None:
+    c = score_cases.Case.draw(seed)
     args = {"selected": c.selected, "target_scores": c.scores, "visible": c.visible, "k": c.k}
     noises = torch.full(c.visible.shape, noise)
     got = m.misses(**args, target_selected=c.target_selected, noise=noises, score_dtype=BF16)
     ties = near = real = 0
     for row in c.counted():
         tau = c.tau(row)
-        for entry in a_set(c.target_selected, row) - a_set(c.selected, row):
+        for entry in c.target(row) - c.own(row):
             own = dict(enumerate(c.seen(row))).get(entry, -INF)
             away = 0 if own == tau else abs(own - tau)
             if away <= naive_band(tau):
@@ -398,8 +343,8 @@ def test_margin() -> None:
 
 @examples
 @given(seeds)
-def test_margin_against_a_loop_and_scaled(seed: int) -> None:
-    c = Case.draw(seed)
+def test_margin_against_a_loop_and_scaled(score_cases: ModuleType, seed: int) -> None:
+    c = score_cases.Case.draw(seed)
     args = {"visible": c.visible, "k": c.k}
     noise = m.row_noise(emulation_scores=c.other, target_scores=c.scores, visible=c.visible)
     got = m.margins(target_scores=c.scores, noise=noise, **args).tolist()
@@ -412,181 +357,6 @@ def test_margin_against_a_loop_and_scaled(seed: int) -> None:
             assert got[row] == (tau - max(lower)) / float(noise[row])
     scaled = m.row_noise(emulation_scores=c.other * 8, target_scores=c.scores * 8, visible=c.visible)
     assert m.margins(target_scores=c.scores * 8, noise=scaled, **args).tolist() == pytest.approx(got, nan_ok=True)
-
-
-# --- ranks
-
-
-def test_ranks() -> None:
-    # larger than 7: nothing; than 5 (twice): one; than 1: three; NaN is below the four numbers; the last is
-    # unseen
-    scores = floats([5, 7, 5, 1, NAN, 99], dtype=BF16)
-    got = m.ranks(scores=scores, visible=torch.tensor([5]), entries=ints([0, 1, 2, 3, 4, 5, -1]))
-    assert got.tolist() == [[1, 0, 1, 3, 4, -1, -1]]
-    with pytest.raises(AssertionError):
-        m.ranks(scores=scores, visible=torch.tensor([5]), entries=ints([6]))
-    close = floats([1, 1 + 2**-40], dtype=torch.float64)  # the same in fp32
-    assert m.ranks(scores=close, visible=torch.tensor([2]), entries=ints([0, 1])).tolist() == [[1, 0]]
-
-
-@examples
-@given(seeds)
-def test_ranks_against_a_loop_and_permuted(seed: int) -> None:
-    c = Case.draw(seed)
-    entries = torch.arange(c.scores.shape[1]).expand_as(c.scores)
-    got = m.ranks(scores=c.scores, visible=c.visible, entries=entries)
-    for row in c.rows():
-        unseen = [-1] * (len(got[row]) - int(c.visible[row]))
-        assert got[row].tolist() == naive_ranks(c.seen(row)) + unseen
-    everything = torch.full_like(c.visible, c.scores.shape[1])
-    order = torch.from_numpy(np.random.default_rng(seed).permutation(c.scores.shape[1]))
-    before = m.ranks(scores=c.scores, visible=everything, entries=entries)
-    after = m.ranks(scores=c.scores[:, order], visible=everything, entries=entries)
-    assert torch.equal(before[:, order], after)
-
-
-def test_needle_entries() -> None:
-    # entry 1 has tokens 4 … 7
-    assert list(m.needle_entries(4, 7)) == [1]
-    assert list(m.needle_entries(3, 8)) == [0, 1, 2]
-    assert list(m.needle_entries(0, 0)) == [0]
-    for first, last in ((-1, 0), (5, 4)):
-        with pytest.raises(ValueError, match="no needle"):
-            m.needle_entries(first, last)
-
-
-def test_needles() -> None:
-    # scores rank 3 0 1 2 4. needle 0, entries 2 and 3: best rank 1, entry 3 selected. needle 1, entry 4: 4,
-    # lost. needle 2, entries 3 and 4 of 3 visible: no rank, and a selection of what cannot be seen finds
-    # nothing. needle 3, entries 2 and 3 of 3 visible: scores rank 2 0 1. Median of 1, 4, 1 is 1.
-    args = {
-        "scores": floats([1, 9, 8, 7, 0]).expand(4, 5),
-        "selected": ints([3, 1], [1, 2], [3, 4], [3, -1]),
-        "visible": torch.tensor([5, 5, 3, 3]),
-    }
-    spans = [range(2, 4), range(4, 5), range(3, 5), range(2, 4)]
-    got = m.needles(**args, spans=spans)
-    assert got == m.Needles(ranks=[1, 4, None, 1], selected=[True, False, False, False], rank_median=1)
-    half = m.needles(**{name: x[:2] for name, x in args.items()}, spans=spans[:2])
-    assert half.rank_median == 2.5
-    none = {name: x[:0] for name, x in args.items()}
-    assert m.needles(**none, spans=[]) == m.Needles(ranks=[], selected=[], rank_median=None)
-    with pytest.raises(ValueError, match="needles for"):
-        m.needles(**args, spans=spans[:2])
-    for bad in (range(4, 6), range(2, 2)):
-        with pytest.raises(ValueError, match="needle 0 lies"):
-            m.needles(**args, spans=[bad, *spans[1:]])
-
-
-@examples
-@given(seeds)
-def test_needles_against_a_loop(seed: int) -> None:
-    c = Case.draw(seed)
-    rng = np.random.default_rng(seed)
-    entries = c.scores.shape[1]
-    spans = []
-    for _ in c.rows():
-        start = int(rng.integers(entries))
-        spans.append(range(start, int(rng.integers(start + 1, entries + 1))))
-    got = m.needles(scores=c.scores, selected=c.selected, visible=c.visible, spans=spans)
-    for row in c.rows():
-        seen = [i for i in spans[row] if i < int(c.visible[row])]
-        order = naive_ranks(c.seen(row))
-        assert got.ranks[row] == (min(order[i] for i in seen) if seen else None)
-        assert got.selected[row] == any(i in a_set(c.selected, row) for i in seen)
-
-
-# --- survival
-
-
-def test_survival() -> None:
-    # k = 20, ranks 0 … 39: edges 2, 5, 10, 15, 18, 20, 30. Lost: ranks 0, 7, 12, 13, 19. Kept beyond: 20, 29,
-    # 30.
-    kept = [r for r in range(20) if r not in (0, 7, 12, 13, 19)] + [20, 29, 30]
-    scores = -torch.arange(40.0)[None]
-    got = m.survival(selected=ints(kept), target_scores=scores, visible=torch.tensor([40]), k=20)
-    assert [(b.lo, b.hi) for b in got] == [
-        (0, 0.1), (0.1, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 0.9), (0.9, 1), (1, 1.5),
-    ]  # fmt: skip
-    assert [b.n for b in got] == [2, 3, 5, 5, 3, 2, 10]
-    assert [b.p for b in got] == [1 / 2, 1, 4 / 5, 3 / 5, 1, 1 / 2, 2 / 10]
-    assert all(b.ci is None for b in got)  # one row is one group
-
-
-def test_survival_edges_are_exact() -> None:
-    # rank 7 is a tenth of k = 70 exactly and belongs to the second bin
-    got = m.survival(selected=ints([7]), target_scores=-torch.arange(71.0)[None], visible=torch.tensor([71]), k=70)
-    assert [b.n for b in got] == [7, 11, 17, 18, 10, 7, 1]
-    assert [b.p for b in got][:2] == [0, 1 / 11]
-    for k in range(1, 4097):  # no product is rounded across a whole number
-        percents = [round(100 * edge) for edge in m.BIN_EDGES]
-        assert [math.ceil(edge * k) for edge in m.BIN_EDGES] == [-(-percent * k // 100) for percent in percents]
-
-
-def test_survival_with_ties() -> None:
-    # k = 2, edges 1 (0.1, 0.25, 0.5 of 2 all round up to 1), 2, 2, 2, 3. Scores 5 | 4 4 4 | 1: the three 4s
-    # share rank 1 and are in [0.5, 0.75); 1 has rank 4, beyond 1.5 k. A correct S holds 5 and one of them.
-    args = {"target_scores": floats([5, 4, 4, 4, 1, NAN]), "k": 2}
-    got = m.survival(selected=ints([0, 2]), visible=torch.tensor([6]), **args)
-    assert [b.n for b in got] == [1, 0, 0, 3, 0, 0, 0]
-    assert [b.p for b in got] == [1, None, None, pytest.approx(1 / 3), None, None, None]
-    # repeats, empty places and what the row cannot see are not counted
-    got = m.survival(selected=ints([2, 2, -1, 4]), visible=torch.tensor([3]), **args)
-    assert [(b.n, b.p) for b in got if b.n] == [(1, 0), (2, 1 / 2)]
-
-
-def test_survival_interval_and_vacuous() -> None:
-    # 16 rows make blocks of four. The first two blocks keep both entries of k = 2, the others nothing. All
-    # draws are of one kind with a chance of 1/16 each, so the interval is 0 to 1; of single rows it is not.
-    scores = -torch.arange(6.0).expand(16, 6)
-    selected = ints([0, 1]).repeat(16, 1)
-    selected[8:] = -1
-    args = {"selected": selected, "target_scores": scores, "k": 2}
-    got = m.survival(**args, visible=torch.full((16,), 6))
-    assert (got[0].p, got[0].n, got[0].ci) == (0.5, 16, (0, 1))
-    assert got == m.survival(**args, visible=torch.full((16,), 6))
-    # Five sequences or more are resampled whole, here each a row, and only those that count: 4 … 11.
-    visible = torch.tensor([2] * 4 + [6] * 8 + [2] * 4)
-    by_row = m.survival(**args, visible=visible, sequences=torch.arange(16))
-    assert (by_row[0].p, by_row[0].n, by_row[0].ci) == (0.5, 8, (0.125, 0.875))
-    none = m.survival(**args, visible=torch.full((16,), 2))
-    assert [(b.p, b.n, b.ci) for b in none] == [(None, 0, None)] * 7
-
-
-def naive_bins(c: Case, ranks_of: Callable[[int], list[int]]) -> list[tuple[int, int]]:
-    percent = [0, 10, 25, 50, 75, 90, 100, 150]
-    found = []
-    for lo, hi in pairwise(percent):
-        inside = [
-            i in a_set(c.selected, row)
-            for row in c.counted()
-            for i, r in enumerate(ranks_of(row))
-            if lo * c.k <= 100 * r < hi * c.k
-        ]
-        found.append((len(inside), sum(inside)))
-    return found
-
-
-@examples
-@given(seeds)
-def test_survival_against_a_loop(seed: int) -> None:
-    c = Case.draw(seed)
-    got = m.survival(selected=c.selected, target_scores=c.scores, visible=c.visible, k=c.k)
-    expected = naive_bins(c, lambda row: naive_ranks(c.seen(row)))
-    assert [(b.n, b.n * (b.p or 0)) for b in got] == [(n, pytest.approx(found)) for n, found in expected]
-
-
-def test_survival_agrees_with_ranks_on_long_rows() -> None:
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(3, 20000, generator=generator).to(BF16)  # hundreds of entries share each score
-    visible = torch.tensor([20000, 19000, 512])
-    noisy = scores.float() + 0.1 * torch.randn(3, 20000, generator=generator)
-    noisy[torch.arange(20000) >= visible[:, None]] = -INF
-    c = Case(noisy.topk(512).indices, ints(), scores, noisy, visible, 512)
-    got = m.survival(selected=c.selected, target_scores=scores, visible=visible, k=512)
-    every = m.ranks(scores=scores, visible=visible, entries=torch.arange(20000).expand(3, -1))
-    expected = naive_bins(c, lambda row: every[row, : int(visible[row])].tolist())
-    assert [(b.n, b.n * (b.p or 0)) for b in got] == [(n, pytest.approx(found)) for n, found in expected]
 
 
 # --- errors
@@ -626,8 +396,8 @@ def test_errors_are_never_silently_zero() -> None:
 
 @examples
 @given(seeds)
-def test_errors_against_a_loop(seed: int) -> None:
-    c = Case.draw(seed)
+def test_errors_against_a_loop(score_cases: ModuleType, seed: int) -> None:
+    c = score_cases.Case.draw(seed)
     first, second = c.scores.nan_to_num(nan=0.25), c.other.nan_to_num(nan=0.5)
     pairs = [(float(first[row, i]), float(second[row, i])) for row in c.rows() for i in range(int(c.visible[row]))]
     got = m.errors(scores=first, target_scores=second, visible=c.visible)
@@ -668,18 +438,16 @@ def test_a_case_without_entries() -> None:
     assert m.rows(visible, 2).vacuous
     assert m.overlap(**c, target_selected=selected, entries=0).jaccard is None
     assert m.tied_overlap(**c, target_scores=empty).recall_tied is None
-    assert all(b.n == 0 for b in m.survival(**c, target_scores=empty))
     noise = m.row_noise(emulation_scores=empty, target_scores=empty, visible=visible)
     missed = m.misses(**c, target_selected=selected, target_scores=empty, noise=noise)
     assert missed == m.Misses(ties=0, near_ties=0, real=0)
     assert m.margin(target_scores=empty, visible=visible, k=2, noise=noise) is None
-    assert m.ranks(scores=empty, visible=visible, entries=selected).tolist() == [[-1, -1]] * 2
 
 
 @examples
 @given(seeds)
-def test_what_a_row_cannot_see_changes_nothing(seed: int) -> None:
-    c = Case.draw(seed)
+def test_what_a_row_cannot_see_changes_nothing(score_cases: ModuleType, seed: int) -> None:
+    c = score_cases.Case.draw(seed)
     hidden = torch.arange(c.scores.shape[1]) >= c.visible[:, None]
 
     def everything(scores: Tensor, other: Tensor) -> str:
@@ -688,7 +456,6 @@ def test_what_a_row_cannot_see_changes_nothing(seed: int) -> None:
         results = [
             m.tied_overlap(selected=c.selected, **s),
             m.misses(selected=c.selected, target_selected=c.target_selected, noise=noise, **s),
-            *m.survival(selected=c.selected, **s),
             m.errors(scores=other, target_scores=scores, visible=c.visible),
         ]
         plain = [dataclasses.asdict(result) for result in results]
