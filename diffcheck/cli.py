@@ -84,7 +84,7 @@ def run(
         str, typer.Option(help="RoPE thetas: checkpoint, NUMBER (YaRN kept), NUMBER:noyarn.")
     ] = "checkpoint,10000,40000",
     length: Annotated[int | None, typer.Option(help="Tokens of made-up hidden states instead of a trace.")] = None,
-    queries: Annotated[int, typer.Option(help="Query rows to compare.")] = 256,
+    queries: Annotated[int | None, typer.Option(help="Query rows to compare; default 256 or all.")] = None,
     recipe: Annotated[list[Path] | None, typer.Option(help="TOML file with one more recipe; repeatable.")] = None,
     backend: Annotated[str, typer.Option(help="auto, emulated or triton.")] = "auto",
     trace: Annotated[Path | None, typer.Option(help="Trace file; default: the checkpoint's trace.safetensors.")] = None,
@@ -124,7 +124,7 @@ def run(
     if json_file is not None:
         _check_writable(json_file)
     with _Steps(len(todo.layers) * len(todo.cases)) as steps:
-        outcome = execute(todo, steps.done)
+        outcome = execute(todo, steps)
     results = [g.check(outcome.cases, what_if=gate_what_if) for g in gates]
     render(console, todo, outcome, results)
     if json_file is not None:
@@ -156,13 +156,20 @@ def fixture(
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     shards: Annotated[int, typer.Option(help="Number of safetensors files.")] = 2,
     overwrite: Annotated[bool, typer.Option(help="Replace what the directory holds.")] = False,
+    hidden_size: Annotated[int | None, typer.Option(help="Another hidden size.")] = None,
+    q_lora_rank: Annotated[int | None, typer.Option(help="Another rank of the low-rank query.")] = None,
+    index_n_heads: Annotated[int | None, typer.Option(help="Another number of index heads.")] = None,
+    index_head_dim: Annotated[int | None, typer.Option(help="Another index head dim, a power of two.")] = None,
+    index_topk: Annotated[int | None, typer.Option(help="Another number of selected entries.")] = None,
 ) -> None:
     """Write a checkpoint with seeded indexer weights in the released layout."""
     from .fixture import write_checkpoint
 
     written = write_checkpoint(
-        directory, like=like, layers=_layer_numbers(layers), seed=seed, shards=shards, overwrite=overwrite
-    )
+        directory, like=like, layers=_layer_numbers(layers), seed=seed, shards=shards, overwrite=overwrite,
+        hidden_size=hidden_size, q_lora_rank=q_lora_rank, index_n_heads=index_n_heads,
+        index_head_dim=index_head_dim, index_topk=index_topk,
+    )  # fmt: skip
     print(written)
 
 
@@ -196,6 +203,11 @@ class _Steps:
     def __exit__(self, *_: object) -> None:
         if self._bar:
             self._bar.stop()
+
+    def doing(self, line: str) -> None:
+        """Something slow begins; only a terminal shows it."""
+        if self._bar:
+            self._bar.update(self._task, description=line)
 
     def done(self, line: str) -> None:
         """One more step is done; `line` says which."""

@@ -37,7 +37,7 @@ def estimate_seconds(todo: Plan) -> float:
     """Seconds that `execute` will take, roughly."""
     config = todo.checkpoint.config
     heads_dim = config.index_n_heads * config.index_head_dim
-    entries, rows = todo.length // 4, min(todo.options.queries, todo.length)
+    entries, rows = todo.length // 4, todo.queries
     project = (
         2 * todo.length * config.hidden_size * 4 * config.index_head_dim + 2 * rows * config.q_lora_rank * heads_dim
     )

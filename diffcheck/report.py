@@ -93,7 +93,7 @@ def render(console: Console, todo: Plan, outcome: Outcome, gates: list[GateResul
     )
     for note in todo.notes:
         console.print(f"note       {note}", highlight=False, soft_wrap=True)
-    console.print(_table(outcome))
+    console.print(_table(outcome, console.width))
     console.print(LEGEND, highlight=False, style="dim")
     console.print()
     for line in summary(todo, outcome):
@@ -119,36 +119,28 @@ LEGEND = (
 )
 
 
-def _table(outcome: Outcome) -> Table:
+COLUMNS = (
+    "layer", "precision", "theta", "lost", "rank", "head", "tail", "J", "J tied", "J ideal", "recall", "worst",
+    "score", "format", "kernel", "B", "first stage", "verdict",
+)  # fmt: skip
+NARROW = {150: ("J ideal", "recall", "worst", "B"), 125: ("J", "format", "tail"), 95: ("rank", "score", "kernel")}
+"""Columns that are left out on a terminal narrower than this."""
+
+
+def _table(outcome: Outcome, width: int) -> Table:
+    left_out = {name for least, names in NARROW.items() if width < least for name in names}
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1))
-    table.add_column("layer", justify="right")
-    for name in ("precision", "theta"):
-        table.add_column(name)
-    for name in (
-        "lost",
-        "rank",
-        "head",
-        "tail",
-        "J",
-        "J tied",
-        "J ideal",
-        "recall",
-        "worst",
-        "score",
-        "format",
-        "kernel",
-        "B",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("first stage", "verdict"):
-        table.add_column(name, no_wrap=True)
+    for name in COLUMNS:
+        if name not in left_out:
+            left = name in ("precision", "theta", "first stage", "verdict")
+            table.add_column(name, justify="left" if left else "right", no_wrap=True)
     layer = None
     for case in outcome.cases:
         if layer is not None and case["layer"] != layer:
-            table.add_section()
             table.add_row()
         layer = case["layer"]
-        table.add_row(*_row(case), style=_STYLES.get(case["verdict"]))
+        cells = zip(COLUMNS, _row(case), strict=True)
+        table.add_row(*(cell for name, cell in cells if name not in left_out), style=_STYLES.get(case["verdict"]))
     return table
 
 

@@ -8,10 +8,10 @@ costs only the stages that it changes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -41,7 +41,7 @@ class Options:
     recipe_files: list[Path] = field(default_factory=list)
     backend: str = "auto"
     length: int | None = None
-    queries: int = DEFAULT_QUERIES
+    queries: int | None = None
     trace: Path | None = None
     needle_depth: float | None = None
     needle_strength: float | None = None
@@ -64,6 +64,11 @@ class Plan:
     notes: list[str]
 
     @property
+    def queries(self) -> int:
+        """How many query rows are compared, unless there are more needles."""
+        return min(self.options.queries or DEFAULT_QUERIES, self.length)
+
+    @property
     def bytes_to_read(self) -> int:
         """Bytes of weights that the run reads."""
         return sum(self.checkpoint.bytes_needed(layer) for layer in self.layers)
@@ -74,7 +79,7 @@ def plan(options: Options) -> Plan:
     device = _device(options.device)
     if options.backend not in ("auto", *BACKENDS):
         raise InputError(f"--backend: unknown backend {options.backend!r}, expected auto, {', '.join(BACKENDS)}")
-    if options.queries < 1:
+    if options.queries is not None and options.queries < 1:
         raise InputError(f"--queries: {options.queries}, expected at least 1")
     if options.length is not None and options.length < 4:
         raise InputError(f"--length: {options.length}, expected at least 4 tokens (one compressed entry)")
@@ -110,7 +115,7 @@ def plan(options: Options) -> Plan:
         length = options.length or SYNTHETIC_LENGTH_IN_TOPK * checkpoint.config.index_topk
         source = f"made-up hidden states, seed {options.seed}"
         check_needle_options(checkpoint.config, length, options.needle_depth, options.needle_strength)
-    if options.queries > length and options.queries != DEFAULT_QUERIES:
+    if options.queries is not None and options.queries > length:
         raise InputError(f"--queries: {options.queries} for {length} tokens, expected at most one a token")
     result = Plan(
         options=options, checkpoint=checkpoint, layers=layers, cases=cases, device=device, inputs=inputs,
@@ -140,17 +145,24 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
 
 
-Progress = Callable[[str], None]
-"""Called with a line of text after each step."""
+class Progress(Protocol):
+    """Told what happens: `doing` before something that takes a while, `done` after each case."""
+
+    def doing(self, line: str) -> None:
+        """Something slow begins."""
+
+    def done(self, line: str) -> None:
+        """One more case is done."""
 
 
 def execute(todo: Plan, progress: Progress) -> Outcome:
-    """Run all cases of a plan; `progress` is called once a case."""
+    """Run all cases of a plan."""
     outcome, began = Outcome(), time.perf_counter()
     for layer in todo.layers:
+        progress.doing(f"layer {layer}: inputs and reference")
         for record in _run_layer(todo, layer, outcome):
             outcome.cases.append(record)
-            progress(f"layer {layer} {record['precision']} theta {record['theta_setting']}: {record['verdict']}")
+            progress.done(f"layer {layer} {record['precision']} theta {record['theta_setting']}: {record['verdict']}")
     outcome.seconds = time.perf_counter() - began
     return outcome
 
@@ -175,7 +187,7 @@ def _run_layer(todo: Plan, layer: int, outcome: Outcome) -> Iterator[dict[str, A
             f"the trace of layer {layer} starts at token {inputs.start}, expected 0: `run` begins a stream"
         )
     must = [needle.query for needle in inputs.needles]
-    queries = choose_queries(len(inputs.x), config.index_topk, todo.options.queries, must)
+    queries = choose_queries(len(inputs.x), config.index_topk, todo.queries, must)
     pipeline = Pipeline(
         config, weights.to(device), inputs.x.to(device), inputs.qr.to(device), queries=queries.to(device)
     )

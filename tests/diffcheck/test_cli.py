@@ -185,6 +185,7 @@ BAD = [
     (["--length", "3"], ["--length", "at least 4"]),
     (["--queries", "0"], ["--queries"]),
     (["--length", "64", "--queries", "65"], ["--queries", "64 tokens"]),
+    (["--length", "64", "--queries", "256"], ["--queries", "64 tokens"]),
     (["--gate", "jacard>1"], ["jacard"]),
     (["--gate", "jaccard"], ["FIELD OP NUMBER"]),
     (["--recipe", "nowhere.toml"], ["nowhere.toml", "no such file"]),
