@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .backends import BACKENDS, Backend
+from .backends import Backend, find_backend
 from .cases import DEFAULT_PRECISIONS, DEFAULT_THETAS, Case, build_cases
 from .checkpoint.layer import Checkpoint
 from .compare import Targets, compare
@@ -58,6 +58,7 @@ class Plan:
     layers: tuple[int, ...]
     cases: list[Case]
     device: str
+    backend: Backend | None
     inputs: dict[int, LayerInputs] | None
     length: int
     source: str
@@ -77,8 +78,7 @@ class Plan:
 def plan(options: Options) -> Plan:
     """Validate the options against the checkpoint; InputError or EnvironmentMissing says what is wrong."""
     device = _device(options.device)
-    if options.backend not in ("auto", *BACKENDS):
-        raise InputError(f"--backend: unknown backend {options.backend!r}, expected auto, {', '.join(BACKENDS)}")
+    backend = None if options.backend == "auto" else find_backend(options.backend)
     if options.queries is not None and options.queries < 1:
         raise InputError(f"--queries: {options.queries}, expected at least 1")
     if options.length is not None and options.length < 4:
@@ -88,7 +88,7 @@ def plan(options: Options) -> Plan:
     checkpoint = Checkpoint(options.checkpoint)
     layers = checkpoint.select(options.layers)
     cases = build_cases(checkpoint.config, options.precisions, options.thetas, options.recipe_files)
-    if options.backend != "auto" and (reason := BACKENDS[options.backend].unavailable(device)):
+    if backend is not None and (reason := backend.unavailable(device)):
         raise EnvironmentMissing(f"backend {options.backend}: {reason}")
     notes = []
     if checkpoint.absent_layers and options.layers is None:
@@ -118,7 +118,7 @@ def plan(options: Options) -> Plan:
     if options.queries is not None and options.queries > length:
         raise InputError(f"--queries: {options.queries} for {length} tokens, expected at most one a token")
     result = Plan(
-        options=options, checkpoint=checkpoint, layers=layers, cases=cases, device=device, inputs=inputs,
+        options=options, checkpoint=checkpoint, layers=layers, cases=cases, device=device, backend=backend, inputs=inputs,
         length=length, source=source, notes=notes,
     )  # fmt: skip
     assert result.bytes_to_read > 0, "reading the headers checks every tensor's name, type and shape"
@@ -206,7 +206,7 @@ def _run_layer(todo: Plan, layer: int, outcome: Outcome) -> Iterator[dict[str, A
 
 def _run_case(todo: Plan, layer: int, case: Case, pipeline: Pipeline, targets: Targets) -> dict[str, Any]:
     began, recipe = time.perf_counter(), case.recipe
-    backend = choose_backend(todo.options.backend, todo.device, recipe, todo)
+    backend = todo.backend or automatic_backend(recipe, todo)
     record: dict[str, Any] = {
         "layer": layer,
         "precision": case.precision,
@@ -225,10 +225,10 @@ def _run_case(todo: Plan, layer: int, case: Case, pipeline: Pipeline, targets: T
     return record | {"reason": None, "seconds": time.perf_counter() - began}
 
 
-def choose_backend(name: str, device: str, recipe: Recipe, todo: Plan) -> Backend:
-    """The backend of a case; "auto" takes the fused kernels on CUDA where they can run it, else the emulation."""
-    if name != "auto":
-        return BACKENDS[name]
-    fused = BACKENDS["triton"]
-    usable = device == "cuda" and not fused.unavailable(device) and not fused.refusal(recipe, todo.checkpoint.config)
-    return fused if usable else BACKENDS["emulated"]
+def automatic_backend(recipe: Recipe, todo: Plan) -> Backend:
+    """The fused kernels on CUDA where they can run the recipe, else the emulation."""
+    fused = find_backend("triton")
+    usable = (
+        todo.device == "cuda" and not fused.unavailable("cuda") and not fused.refusal(recipe, todo.checkpoint.config)
+    )
+    return fused if usable else find_backend("emulated")

@@ -1,14 +1,20 @@
-"""What executes a recipe: the emulation in plain torch, or fused kernels.
+"""What executes a recipe: the emulation in plain torch, or chains of kernels. See `base` for the contracts."""
 
-A backend says whether it can run here, which recipes it can run, and which stages it produces. What it cannot run it
-refuses with a reason; it never approximates.
-"""
+from .base import STEPS, Backend, Kernels, KeyCache
+from .chain import Chain
+from .emulated import EmulatedBackend, EmulatedKernels
+from .registry import all_backends, find_backend
+from .triton import TritonKernels
 
-from .base import Backend
-from .emulated import EmulatedBackend
-from .triton import TritonBackend
-
-BACKENDS: dict[str, Backend] = {"emulated": EmulatedBackend(), "triton": TritonBackend()}
-"""All backends by name."""
-
-__all__ = ["BACKENDS", "Backend", "EmulatedBackend", "TritonBackend"]
+__all__ = [
+    "STEPS",
+    "Backend",
+    "Chain",
+    "EmulatedBackend",
+    "EmulatedKernels",
+    "Kernels",
+    "KeyCache",
+    "TritonKernels",
+    "all_backends",
+    "find_backend",
+]

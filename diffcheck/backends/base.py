@@ -1,23 +1,101 @@
-"""The contract of a backend."""
+"""The contracts: kernels provide steps, a backend runs a recipe.
+
+A deployment's indexer is four steps, each usually one kernel:
+
+    keys     projections kv, gate -> cache pages (pool, norm, RoPE, Hadamard, quantise, store)
+    queries  projected q, gates   -> codes and folded gates (RoPE, Hadamard, quantise)
+    logits   codes and pages      -> scores fp32 [rows, E], read through a block table
+    topk     scores               -> selected entries
+
+`Kernels` is what a package offers: some or all of the steps. `Backend` is what a run uses: it executes a whole recipe.
+What cannot be run exactly is refused with a reason, never approximated.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
 
 from ..pipeline import Pipeline
 from ..recipe import Recipe
 from ..refimpl import IndexerConfig, Trace
 
+if TYPE_CHECKING:
+    from ..kernels import QuantisedQuery
+
+STEPS = ("keys", "queries", "logits", "topk")
+"""The steps in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyCache:
+    """Index keys of one request in pages: uint8 [P, page bytes], in the format `fmt` of `kernels.PAGE_FORMATS`.
+
+    block_table: int32 [1, pages of the request]; slots: int64 [E], where each entry lies. Page ids are shuffled.
+    """
+
+    pages: Tensor
+    block_table: Tensor
+    slots: Tensor
+    fmt: str
+
+
+class Kernels(Protocol):
+    """Steps that one package provides. A method exists for each name in `steps`; the others may be missing.
+
+    store_keys(pipeline, recipe) -> KeyCache; quantise_queries(pipeline, recipe) -> QuantisedQuery;
+    paged_logits(query, cache, visible int32 [rows]) -> fp32 [rows, E], -inf at and beyond `visible`;
+    topk(scores fp32 [rows, E], visible int32 [rows], k) -> int64 [rows, min(k, E)], -1 in empty places.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name in reports."""
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The steps it has, of STEPS."""
+
+    def unavailable(self, device: str) -> str | None:
+        """Why these kernels cannot run on `device` ("cpu" or "cuda") here, with the remedy; None if they can."""
+
+    def version(self) -> str | None:
+        """Version of the package; None where it is not installed."""
+
+    def refusal(self, step: str, recipe: Recipe, config: IndexerConfig) -> str | None:
+        """Why this step cannot run this recipe exactly; None if it can."""
+
+    def store_keys(self, pipeline: Pipeline, recipe: Recipe) -> KeyCache:
+        """Step `keys`."""
+
+    def quantise_queries(self, pipeline: Pipeline, recipe: Recipe) -> QuantisedQuery:
+        """Step `queries`."""
+
+    def paged_logits(self, query: QuantisedQuery, cache: KeyCache, visible: Tensor) -> Tensor:
+        """Step `logits`."""
+
+    def topk(self, scores: Tensor, visible: Tensor, k: int) -> Tensor:
+        """Step `topk`."""
+
 
 class Backend(Protocol):
     """Executes recipes on one layer and returns the stages that it can show."""
 
-    name: str
-    stages: tuple[str, ...]
-    """Names of the stages in the traces it returns."""
+    @property
+    def name(self) -> str:
+        """Name on the command line and in reports."""
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Names of the stages in the traces it returns."""
 
     def unavailable(self, device: str) -> str | None:
         """Why this backend cannot run on `device` ("cpu" or "cuda") here, with the remedy; None if it can."""
+
+    def version(self) -> str | None:
+        """Version of what does the work; None where it is not installed."""
 
     def refusal(self, recipe: Recipe, config: IndexerConfig) -> str | None:
         """Why this backend cannot run this recipe exactly; None if it can."""

@@ -1,14 +1,13 @@
-"""This project's fused Triton kernels as a backend.
+"""This project's fused Triton kernels as steps.
 
 The projections (wq_b, wkv, wgate, weights_proj) are ordinary matrix products in every engine and come from the
-emulation; everything after them runs in kernels: keys are pooled, normalised, rotated, quantised and stored into
-cache pages in shuffled order, queries are rotated and quantised, scores are read through a block table, and the
-selection is exact. What the kernels have no option for is refused.
+emulation; everything after them runs in kernels. What the kernels have no option for is refused.
 """
 
 from __future__ import annotations
 
 import os
+from importlib.metadata import version as package_version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -18,20 +17,23 @@ from torch import Tensor
 from ..formats import Format
 from ..pipeline import Pipeline
 from ..recipe import Recipe, Rounding
-from ..refimpl import IndexerConfig, Trace
+from ..refimpl import IndexerConfig
 from ..refimpl.compressor import WINDOW
 from ..refimpl.rotation import inverse_frequencies, rope_table
-from ..stages import through, visible_under
+from ..stages import through
+from ..version import __version__
+from .base import STEPS, KeyCache
+from .emulated import shuffled_slots
 
 if TYPE_CHECKING:
     from ..kernels import QuantisedQuery
 
 
-class TritonBackend:
-    """`store_key`, `quantise_query`, `paged_logits` and `topk` in a row, as in decoding."""
+class TritonKernels:
+    """`store_key`, `quantise_query`, `paged_logits` and `topk`."""
 
     name: str = "triton"
-    stages: tuple[str, ...] = ("k_quant", "q_quant", "gate_folded", "scores", "topk")
+    steps: tuple[str, ...] = STEPS
 
     def unavailable(self, device: str) -> str | None:
         """None on CUDA, or interpreted (very slow) where TRITON_INTERPRET=1 is set."""
@@ -41,62 +43,46 @@ class TritonBackend:
             return "needs a CUDA device (or TRITON_INTERPRET=1 set beforehand, which is very slow)"
         return None
 
-    def refusal(self, recipe: Recipe, config: IndexerConfig) -> str | None:
-        """Compare the recipe with what the kernels can do, field by field."""
-        r = recipe
-        fixed: dict[str, Any] = {
-            "compute": "fp32", "round_q": "bf16", "q_pairing": "interleaved", "k_pairing": "interleaved",
-            "q_slice": "last", "k_slice": "last", "rope_dims": 64, "ape": True, "round_ape": "none",
-            "overlap": True, "round_pool_sum": "none", "round_gate": "none", "round_dot": "none",
-            "round_product": "none", "round_score": "none", "relu": True, "ties": "lower",
-        }  # fmt: skip
-        for field, value in fixed.items():
-            if getattr(r, field) != value:
-                return f"{field} is {getattr(r, field)!r} and the kernels only have {value!r}"
+    def version(self) -> str | None:
+        """Version of this package and of the compiler."""
+        return f"{__version__} (triton {package_version('triton')})" if find_spec("triton") else None
+
+    def refusal(self, step: str, recipe: Recipe, config: IndexerConfig) -> str | None:
+        """Compare the fields that the step reads with what its kernel can do."""
+        for field, value in FIXED[step].items():
+            if getattr(recipe, field) != value:
+                return f"{field} is {getattr(recipe, field)!r} and the kernel only has {value!r}"
         if config.index_head_dim != 128 or config.index_n_heads % 16:
             return f"{config.index_n_heads} heads of {config.index_head_dim}, the kernels need 16, 32, ... heads of 128"
-        for field in ("q_format", "k_format"):
-            try:
-                kernel_format(getattr(r, field))
-            except ValueError as error:
-                return f"{field}: {error}"
-        pair = (kernel_format(r.q_format)["fmt"], kernel_format(r.k_format)["fmt"])
-        if pair not in (("e4m3", "e4m3"), ("e4m3", "bf16"), ("bf16", "bf16"), ("e2m1", "e2m1")):
-            return f"no kernel scores {pair[0]} queries against {pair[1]} keys"
-        rounds = (
-            r.round_pool,
-            r.round_k_norm,
-            r.round_k_rope,
-            r.round_k_hadamard,
-            r.round_q_rope,
-            r.round_q_hadamard,
-        )
-        return "the kernels can round to bf16 only, not fp16" if "fp16" in rounds else None
+        try:
+            if step in ("keys", "logits"):
+                kernel_format(recipe.k_format)
+            if step in ("queries", "logits"):
+                kernel_format(recipe.q_format)
+        except ValueError as error:
+            return str(error)
+        if step == "logits":
+            assert recipe.q_format is not None, "kernel_format refuses None"
+            assert recipe.k_format is not None, "kernel_format refuses None"
+            pair = (recipe.q_format.element, recipe.k_format.element)
+            if pair not in (("e4m3", "e4m3"), ("e4m3", "bf16"), ("bf16", "bf16"), ("e2m1", "e2m1")):
+                return f"no kernel scores {pair[0]} queries against {pair[1]} keys"
+        fp16 = [name for name in BF16_ONLY[step] if getattr(recipe, name) == "fp16"]
+        return f"{fp16[0]} is 'fp16' and the kernel rounds to bf16 only" if fp16 else None
 
-    def run(self, pipeline: Pipeline, recipe: Recipe) -> Trace:
-        """Run the kernels on the pipeline's projections; also returns `pages` and `block_table`."""
+    def paged_logits(self, query: QuantisedQuery, cache: KeyCache, visible: Tensor) -> Tensor:
+        """The decode kernel, every query row as a request of its own over the same pages."""
         from .. import kernels
 
-        call = pipeline.call
-        fmt = kernel_format(recipe.k_format)["fmt"]
-        pages, table, slots = self.store_keys(pipeline, recipe)
-        query = self.quantise_queries(pipeline, recipe)
-        visible = visible_under(call, recipe, call.rows).to(torch.int32)
-        tables = table.expand(len(visible), -1).contiguous()
-        scores = kernels.paged_logits(query, pages, tables, visible, fmt=fmt, max_length=len(slots))
-        tensors: dict[str, Tensor] = {
-            "k_quant": kernels.dequantise(*kernels.read_entries(pages, fmt, slots), fmt),
-            "q_quant": kernels.dequantise(query.codes, query.scales, query.fmt),
-            "gate_folded": query.gate,
-            "scores": scores,
-            "topk": kernels.topk(scores, visible, min(recipe.k, len(slots))).long(),
-            "pages": pages,
-            "block_table": table,
-            "queries": pipeline.queries,
-        }
-        if query.fmt == "e4m3" and query.scales is not None:
-            tensors["q_scale"] = query.scales
-        return Trace(tensors, start=call.start, metadata={"page_format": fmt})
+        tables = cache.block_table.expand(len(visible), -1).contiguous()
+        length = len(cache.slots)
+        return kernels.paged_logits(query, cache.pages, tables, visible, fmt=cache.fmt, max_length=length)
+
+    def topk(self, scores: Tensor, visible: Tensor, k: int) -> Tensor:
+        """The selection kernel."""
+        from .. import kernels
+
+        return kernels.topk(scores, visible, min(k, scores.shape[1])).long()
 
     def quantise_queries(self, pipeline: Pipeline, recipe: Recipe) -> QuantisedQuery:
         """The query kernel on the projections of all query rows."""
@@ -113,24 +99,18 @@ class TritonBackend:
             **kernel_format(recipe.q_format),
         )
 
-    def store_keys(self, pipeline: Pipeline, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
-        """The key kernel on all tokens: (pages uint8, block table int32 [1, pages], slot of each entry int64 [E])."""
+    def store_keys(self, pipeline: Pipeline, recipe: Recipe) -> KeyCache:
+        """The key kernel on all tokens, into pages in shuffled order."""
         from .. import kernels
 
         call, device = pipeline.call, pipeline.call.x.device
         assert call.start == 0, "a run starts at token 0"
         kv, gate = (t.contiguous() for t in pipeline.stage(recipe, "kv_gate").chunk(2, dim=1))
-        entries = call.x.shape[0] // WINDOW
-        entry = torch.arange(entries, device=device)
-        count = -(-max(entries, 1) // kernels.ENTRIES_PER_PAGE)
-        table = torch.randperm(count, generator=torch.Generator().manual_seed(0)).to(device, torch.int32)
-        slots = (
-            table[entry // kernels.ENTRIES_PER_PAGE].long() * kernels.ENTRIES_PER_PAGE
-            + entry % kernels.ENTRIES_PER_PAGE
-        )
+        entry = torch.arange(call.x.shape[0] // WINDOW, device=device)
+        table, slots = shuffled_slots(len(entry), device)
         position = {"first": WINDOW * entry, "last": WINDOW * entry + WINDOW - 1, "index": entry}[recipe.k_position]
         form = kernel_format(recipe.k_format)
-        pages = kernels.allocate_pages(form["fmt"], count, device)
+        pages = kernels.allocate_pages(form["fmt"], table.shape[1], device)
         kernels.store_key(
             kv, gate, call.weights.ape.float(), call.weights.norm.float(), *self._angles(recipe, "k", position, device),
             (WINDOW * entry).to(torch.int32), entry.to(torch.int32), slots, pages,
@@ -141,13 +121,35 @@ class TritonBackend:
             ),
             **form,
         )  # fmt: skip
-        return pages, table[None], slots
+        return KeyCache(pages=pages, block_table=table, slots=slots, fmt=form["fmt"])
 
     def _angles(self, recipe: Recipe, side: str, position: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         theta, yarn, mscale = (getattr(recipe, f"{side}_{name}") for name in ("theta", "yarn", "mscale"))
         table = rope_table(position, inverse_frequencies(theta, recipe.rope_dims, yarn))
         cos, sin = (through(t * mscale, recipe.round_rope_table).to(device) for t in table)
         return cos, sin
+
+
+FIXED: dict[str, dict[str, Any]] = {
+    "keys": {
+        "compute": "fp32", "k_pairing": "interleaved", "k_slice": "last", "rope_dims": 64, "ape": True,
+        "round_ape": "none", "overlap": True, "round_pool_sum": "none",
+    },
+    "queries": {
+        "compute": "fp32", "round_q": "bf16", "q_pairing": "interleaved", "q_slice": "last", "rope_dims": 64,
+        "round_gate": "none",
+    },
+    "logits": {"compute": "fp32", "relu": True, "round_dot": "none", "round_product": "none", "round_score": "none"},
+    "topk": {"ties": "lower"},
+}  # fmt: skip
+"""Recipe fields for which a step's kernel has only one value."""
+BF16_ONLY: dict[str, tuple[str, ...]] = {
+    "keys": ("round_pool", "round_k_norm", "round_k_rope", "round_k_hadamard"),
+    "queries": ("round_q_rope", "round_q_hadamard"),
+    "logits": (),
+    "topk": (),
+}
+"""Roundings that a step's kernel can do to bf16 or not at all."""
 
 
 def kernel_format(fmt: Format | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffcheck.backends import BACKENDS
+from diffcheck.backends import EmulatedBackend
 from diffcheck.checkpoint.layer import Checkpoint
 from diffcheck.compare import Targets, compare, first_stage, stage_differs, verdict
 from diffcheck.formats import Format
@@ -31,7 +31,7 @@ def reference(layer):
 
 def run(layer, recipe, needles=()):
     targets = Targets.of(layer, needles)
-    return compare(layer, recipe, BACKENDS["emulated"].run(layer, recipe), targets)
+    return compare(layer, recipe, EmulatedBackend().run(layer, recipe), targets)
 
 
 CHANGES = [

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diffcheck import kernels
-from diffcheck.backends import TritonBackend
+from diffcheck.backends import Chain, TritonKernels
 from diffcheck.checkpoint.layer import Checkpoint
 from diffcheck.fixture import write_checkpoint
 from diffcheck.formats import E2M1_REFERENCE, quantise
@@ -139,15 +139,15 @@ def check_codes(layer, recipe, stage, codes, scales, capsys):
 @pytest.mark.parametrize("name", PRESETS)
 def test_keys(layer, name, capsys):
     recipe = recipe_of(name, layer.call.config)
-    pages, _, slots = TritonBackend().store_keys(layer, recipe)
-    codes, scales = kernels.read_entries(pages, recipe.k_format.element, slots)
+    cache = TritonKernels().store_keys(layer, recipe)
+    codes, scales = kernels.read_entries(cache.pages, cache.fmt, cache.slots)
     check_codes(layer, recipe, "k_quant", codes, scales, capsys)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_queries_and_gates(layer, name, capsys):
     recipe = recipe_of(name, layer.call.config)
-    query = TritonBackend().quantise_queries(layer, recipe)
+    query = TritonKernels().quantise_queries(layer, recipe)
     check_codes(layer, recipe, "q_quant", query.codes, query.scales, capsys)
     gate = layer.stage(recipe, "gate").float()
     if query.fmt == "e4m3":
@@ -159,7 +159,7 @@ def test_queries_and_gates(layer, name, capsys):
 @pytest.mark.parametrize("name", PRESETS)
 def test_scores_and_selection(layer, name, capsys):
     """Logits against dequantised pages; reruns bitwise equal; top-k exact on the kernel's own scores."""
-    recipe, backend = recipe_of(name, layer.call.config), TritonBackend()
+    recipe, backend = recipe_of(name, layer.call.config), Chain.of("triton", TritonKernels())
     trace = backend.run(layer, recipe)
     visible = (layer.queries + 1) // 4
     keys, queries, gate = trace["k_quant"].double(), trace["q_quant"].double(), trace["gate_folded"].double()

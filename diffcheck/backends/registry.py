@@ -1,0 +1,81 @@
+"""Which backends there are: the built-in ones, those of other packages, and one in a file.
+
+Another package offers a backend by an entry point in the group `diffcheck.backends`; `--backend path.py:object` takes
+one from a file. The object is a `Backend`, or `Kernels` (the emulation then fills the steps that it lacks), or a class
+or function without arguments that makes one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from .base import STEPS, Backend
+from .chain import Chain
+from .emulated import EmulatedBackend
+from .triton import TritonKernels
+
+GROUP = "diffcheck.backends"
+
+
+def builtin_backends() -> dict[str, Backend]:
+    """The backends of this package; none of them needs to be available."""
+    triton = TritonKernels()
+    return {
+        "emulated": EmulatedBackend(),
+        "triton": Chain.of("triton", triton),
+    }
+
+
+def all_backends() -> dict[str, Backend]:
+    """Built-in backends and those that other packages offer; a broken offer raises InputError with its name."""
+    found = builtin_backends()
+    for point in entry_points(group=GROUP):
+        try:
+            found[point.name] = as_backend(point.name, point.load())
+        except Exception as error:
+            raise InputError(f"backend {point.name} of {point.value} cannot be loaded: {error}") from None
+    return found
+
+
+def find_backend(name: str) -> Backend:
+    """The backend of that name, or the object of "path.py:object"; InputError if there is none."""
+    path, _, attribute = name.rpartition(":")
+    if path.endswith(".py"):
+        return as_backend(attribute, _load(Path(path), attribute))
+    backends = all_backends()
+    if name not in backends:
+        raise InputError(f"unknown backend {name!r}, expected auto, {', '.join(backends)} or path.py:object")
+    return backends[name]
+
+
+def _load(path: Path, attribute: str) -> Any:
+    if not path.is_file():
+        raise InputError(f"--backend: {path}: no such file, expected path.py:object")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None, "a .py file has a loader"
+    assert spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        return getattr(module, attribute)
+    except AttributeError:
+        raise InputError(f"--backend: {path} has no {attribute!r}, expected a backend or kernels") from None
+    except Exception as error:
+        raise InputError(f"--backend: {path} cannot be loaded: {type(error).__name__}: {error}") from None
+
+
+def as_backend(name: str, offered: Any) -> Backend:
+    """An offered object as a backend; InputError says what it lacks."""
+    made = offered() if isinstance(offered, type) or not hasattr(offered, "unavailable") else offered
+    lacking = [m for m in ("name", "unavailable", "version", "refusal") if not hasattr(made, m)]
+    if not lacking and hasattr(made, "run"):
+        backend: Backend = made
+        return backend
+    steps = set(getattr(made, "steps", None) or ())
+    if not lacking and steps and steps <= set(STEPS):
+        return Chain.of(made.name, made)
+    raise InputError(f"backend {name!r} lacks {', '.join(lacking) or 'run or steps'}, expected a Backend or Kernels")
