@@ -86,7 +86,7 @@ def run(
     length: Annotated[int | None, typer.Option(help="Tokens of made-up hidden states instead of a trace.")] = None,
     queries: Annotated[int | None, typer.Option(help="Query rows to compare; default 256 or all.")] = None,
     recipe: Annotated[list[Path] | None, typer.Option(help="TOML file with one more recipe; repeatable.")] = None,
-    backend: Annotated[str, typer.Option(help="auto, emulated or triton.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, a name of `diffcheck backends`, or path.py:object.")] = "auto",
     trace: Annotated[Path | None, typer.Option(help="Trace file; default: the checkpoint's trace.safetensors.")] = None,
     needle_depth: Annotated[float | None, typer.Option(help="Depth of a planted needle, 0 to 1.")] = None,
     needle_strength: Annotated[float | None, typer.Option(help="0 marginal, 1 strong, negative lost.")] = None,
@@ -146,6 +146,16 @@ def inspect(checkpoint: Checkpoint) -> None:
     render(inspection, _console())
     if inspection.errors:
         raise typer.Exit(2)
+
+
+@app.command()
+def backends(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda: where they would run.")] = "auto",
+) -> None:
+    """List backends: available or why not, version, who runs which step, and the recipes they can run."""
+    from .backends.listing import render_backends
+
+    render_backends(_console(), device)
 
 
 @app.command()

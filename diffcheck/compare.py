@@ -21,10 +21,12 @@ from torch import Tensor
 
 from . import metrics, ranks
 from .inputs.source import Needle
+from .invariants import MEANING, check_selection
 from .pipeline import Pipeline
 from .recipe import Recipe
 from .refimpl import STAGES, Trace
 from .refimpl.scoring import visible_entries
+from .stages import visible_under
 from .statistics import bootstrap, resampling_groups
 
 OFF_BY_ULP_SHARE = 0.01
@@ -102,6 +104,11 @@ def compare(pipeline: Pipeline, recipe: Recipe, deployed: Trace, targets: Target
         k=t.k,
         noise=noise,
     )
+    check = check_selection(selected, scores, visible_under(pipeline.call, recipe, pipeline.call.rows), recipe.k)
+    result["topk_wrong_rows"] = check.wrong_rows
+    result["findings"] = [
+        {"stage": "topk", "cause": cause, "meaning": MEANING[cause], "rows": check.wrong_rows} for cause in check.causes
+    ]
     result["misses"] = {"ties": lost.ties, "near_ties": lost.near_ties, "real": lost.real}
     result |= _needles(scores, selected, t)
     bins = ranks.survival(selected=selected, target_scores=t.scores, visible=t.visible, k=t.k)
@@ -210,7 +217,7 @@ def verdict(case: dict[str, Any], *, structure_differs: bool) -> str:
     """
     if case["vacuous"]:
         return "vacuous"
-    if case["jaccard_kernel"] < SAME_JACCARD:
+    if case["jaccard_kernel"] < SAME_JACCARD or case["topk_wrong_rows"]:
         return "kernel"
     if case["jaccard_tied"] >= SAME_JACCARD:
         return "same"

@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from .gates import GateResult
+from .invariants import MEANING
+from .probes import describe
 from .recipe import Recipe, plain
 from .run import Outcome, Plan
 from .version import __version__
@@ -75,6 +77,7 @@ def document(todo: Plan, outcome: Outcome, gates: list[GateResult]) -> dict[str,
         "recipes": recipes,
         "cases": outcome.cases,
         "gates": [{"gate": g.gate, "measured": g.measured, "failed": g.failed, "passed": g.passed} for g in gates],
+        "probes": outcome.probes,
         "summary": summary(todo, outcome),
         "stage_evaluations": {"asked": outcome.stages_asked, "computed": outcome.stages_computed},
         "seconds": outcome.seconds,
@@ -98,6 +101,10 @@ def render(console: Console, todo: Plan, outcome: Outcome, gates: list[GateResul
     console.print()
     for line in summary(todo, outcome):
         console.print(line, highlight=False)
+    for line in step_lines(outcome):
+        console.print(line, highlight=False)
+    for record in outcome.probes:
+        console.print(f"probe: {describe(record)}", highlight=False)
     saved = outcome.stages_asked - outcome.stages_computed
     console.print(
         f"{len(outcome.cases)} cases in {outcome.seconds:.1f} s; {saved} of {outcome.stages_asked} stage evaluations "
@@ -195,6 +202,37 @@ def summary(todo: Plan, outcome: Outcome) -> list[str]:
         records = [r for r in outcome.cases if r["theta_setting"] == setting and r["precision"] == first]
         lines.append(f"what if theta were {setting} ({first}): {_words(records, k)}")
     return lines
+
+
+def step_lines(outcome: Outcome) -> list[str]:
+    """Each step of the kernels that ran, worst over the cases: who ran it and how it compares with the emulation."""
+    worst: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for case in outcome.cases:
+        for step in case.get("steps") or ():
+            key = (case["precision"], step["step"], step["backend"])
+            if key not in worst or _badness(step) > _badness(worst[key]):
+                worst[key] = step
+    lines = []
+    for (precision, name, backend), step in worst.items():
+        alone, chained = step["isolated"], step["cumulative"]
+        if name in ("keys", "queries"):
+            text = f"{alone['equal']:.4%} of the values equal"
+        elif name == "logits":
+            text = f"calc_diff {alone['calc_diff']:.1e} alone, {chained['calc_diff']:.1e} in the chain"
+        else:
+            causes = sorted({*alone["causes"], *chained["causes"]})
+            text = "; ".join(MEANING[cause] for cause in causes) or "right"
+        lines.append(f"{precision}: {name} by {backend}: {text}")
+    return lines
+
+
+def _badness(step: dict[str, Any]) -> float:
+    chained = step["cumulative"]
+    if "equal" in chained:
+        return -float(chained["equal"])
+    if "causes" in chained:
+        return float(len({*chained["causes"], *step["isolated"]["causes"]}))
+    return float(chained["calc_diff"] or 0)
 
 
 def _words(records: list[dict[str, Any]], k: int) -> str:

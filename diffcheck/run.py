@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .backends import Backend, find_backend
+from .backends import Backend, Chain, find_backend
 from .cases import DEFAULT_PRECISIONS, DEFAULT_THETAS, Case, build_cases
 from .checkpoint.layer import Checkpoint
 from .compare import Targets, compare
@@ -23,6 +23,7 @@ from .errors import EnvironmentMissing, InputError
 from .inputs.source import LayerInputs, choose_queries, load_inputs
 from .inputs.synthetic import check_needle_options, synthetic_inputs
 from .pipeline import Pipeline
+from .probes import probe_topk
 from .recipe import Recipe, plain
 
 DEFAULT_QUERIES = 256
@@ -77,7 +78,7 @@ class Plan:
 
 def plan(options: Options) -> Plan:
     """Validate the options against the checkpoint; InputError or EnvironmentMissing says what is wrong."""
-    device = _device(options.device)
+    device = device_of(options.device)
     backend = None if options.backend == "auto" else find_backend(options.backend)
     if options.queries is not None and options.queries < 1:
         raise InputError(f"--queries: {options.queries}, expected at least 1")
@@ -118,14 +119,15 @@ def plan(options: Options) -> Plan:
     if options.queries is not None and options.queries > length:
         raise InputError(f"--queries: {options.queries} for {length} tokens, expected at most one a token")
     result = Plan(
-        options=options, checkpoint=checkpoint, layers=layers, cases=cases, device=device, backend=backend, inputs=inputs,
-        length=length, source=source, notes=notes,
+        options=options, checkpoint=checkpoint, layers=layers, cases=cases, device=device, backend=backend,
+        inputs=inputs, length=length, source=source, notes=notes,
     )  # fmt: skip
     assert result.bytes_to_read > 0, "reading the headers checks every tensor's name, type and shape"
     return result
 
 
-def _device(name: str) -> str:
+def device_of(name: str) -> str:
+    """Either "cpu" or "cuda", for auto, cpu or cuda; InputError for another, EnvironmentMissing without the GPU."""
     if name not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device: {name!r}, expected auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
@@ -143,6 +145,7 @@ class Outcome:
     seconds: float = 0.0
     needles: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    probes: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Progress(Protocol):
@@ -163,8 +166,20 @@ def execute(todo: Plan, progress: Progress) -> Outcome:
         for record in _run_layer(todo, layer, outcome):
             outcome.cases.append(record)
             progress.done(f"layer {layer} {record['precision']} theta {record['theta_setting']}: {record['verdict']}")
+    if todo.device == "cuda" and isinstance(todo.backend, Chain):
+        outcome.probes = _probe(todo, todo.backend)
     outcome.seconds = time.perf_counter() - began
     return outcome
+
+
+def _probe(todo: Plan, chain: Chain) -> list[dict[str, Any]]:
+    """Probes of the selection kernel that ran, if it is not the emulation's."""
+    config = todo.checkpoint.config
+    recipe = next((c.recipe for c in todo.cases if not chain.refusal(c.recipe, config)), None)
+    if recipe is None:
+        return []
+    kernels = chain.part("topk", recipe, config)
+    return [] if kernels.name == "emulated" else probe_topk(kernels, config.index_topk, todo.device)
 
 
 def _run_layer(todo: Plan, layer: int, outcome: Outcome) -> Iterator[dict[str, Any]]:
@@ -221,7 +236,9 @@ def _run_case(todo: Plan, layer: int, case: Case, pipeline: Pipeline, targets: T
     reason = backend.refusal(recipe, todo.checkpoint.config)
     if reason:
         return record | {"verdict": "refused", "reason": reason, "nonfinite": []}
-    record |= compare(pipeline, recipe, backend.run(pipeline, recipe), targets)
+    trace = backend.run(pipeline, recipe)
+    record |= compare(pipeline, recipe, trace, targets)
+    record["steps"] = backend.judge(pipeline, recipe, trace) if isinstance(backend, Chain) else None
     return record | {"reason": None, "seconds": time.perf_counter() - began}
 
 

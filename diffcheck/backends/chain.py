@@ -28,16 +28,16 @@ RERUNS = 2
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A backend made of `parts`: for each step the kernels that run it."""
+    """A backend made of kernels: for each step the candidates, of which the first that can run a recipe does."""
 
     name: str
-    parts: dict[str, Kernels]
+    candidates: dict[str, tuple[Kernels, ...]]
 
     @staticmethod
     def of(name: str, *kernels: Kernels) -> Chain:
-        """Each step from the first of `kernels` that has it; the emulation fills what none has."""
-        candidates = (*kernels, EmulatedKernels())
-        return Chain(name, {step: next(k for k in candidates if step in k.steps) for step in STEPS})
+        """Each step from those of `kernels` that have it, in this order; the emulation fills what none has."""
+        emulation = EmulatedKernels()
+        return Chain(name, {s: tuple(k for k in kernels if s in k.steps) or (emulation,) for s in STEPS})
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -45,36 +45,47 @@ class Chain:
         return ("k_quant", "q_quant", "gate_folded", "scores", "topk")
 
     def unavailable(self, device: str) -> str | None:
-        """The reason of the first part that cannot run here."""
-        return next((why for part in self.parts.values() if (why := part.unavailable(device))), None)
+        """The reason of the first kernels that cannot run here; all of them must."""
+        return next((why for part in self._all() if (why := part.unavailable(device))), None)
 
     def version(self) -> str | None:
-        """Versions of the parts that are not the emulation."""
-        names = {part.name: part.version() for part in self.parts.values() if part.name != "emulated"}
-        known = [f"{name} {version}" for name, version in names.items() if version]
-        return ", ".join(known) or None
+        """Versions of all kernels that are not the emulation."""
+        names = {part.name: part.version() for part in self._all() if part.name != "emulated"}
+        return ", ".join(f"{name} {version}" for name, version in names.items() if version) or None
 
     def refusal(self, recipe: Recipe, config: IndexerConfig) -> str | None:
-        """The reason of the first step that cannot run the recipe."""
-        for step, part in self.parts.items():
+        """The reason of the first step that no candidate can run."""
+        for step in STEPS:
+            part = self.part(step, recipe, config)
             if reason := part.refusal(step, recipe, config):
                 return f"{step}: {reason}" if part.name == self.name else f"{step} ({part.name}): {reason}"
         return None
+
+    def part(self, step: str, recipe: Recipe, config: IndexerConfig) -> Kernels:
+        """The kernels that run a step of a recipe; where all refuse, the first of them."""
+        able = (k for k in self.candidates[step] if not k.refusal(step, recipe, config))
+        return next(able, self.candidates[step][0])
+
+    def _all(self) -> tuple[Kernels, ...]:
+        return tuple(dict.fromkeys(part for parts in self.candidates.values() for part in parts))
+
+    def _parts(self, pipeline: Pipeline, recipe: Recipe) -> dict[str, Kernels]:
+        return {step: self.part(step, recipe, pipeline.call.config) for step in STEPS}
 
     def run(self, pipeline: Pipeline, recipe: Recipe) -> Trace:
         """All steps one after the other; the trace also has `pages` and `block_table`."""
         from .. import kernels
 
-        visible = self._visible(pipeline, recipe)
-        cache = self.parts["keys"].store_keys(pipeline, recipe)
-        query = self.parts["queries"].quantise_queries(pipeline, recipe)
-        scores = self.parts["logits"].paged_logits(query, cache, visible)
+        parts, visible = self._parts(pipeline, recipe), self._visible(pipeline, recipe)
+        cache = parts["keys"].store_keys(pipeline, recipe)
+        query = parts["queries"].quantise_queries(pipeline, recipe)
+        scores = parts["logits"].paged_logits(query, cache, visible)
         tensors: dict[str, Tensor] = {
             "k_quant": kernels.dequantise(*kernels.read_entries(cache.pages, cache.fmt, cache.slots), cache.fmt),
             "q_quant": kernels.dequantise(query.codes, query.scales, query.fmt),
             "gate_folded": query.gate,
             "scores": scores,
-            "topk": self.parts["topk"].topk(scores, visible, recipe.k),
+            "topk": parts["topk"].topk(scores, visible, recipe.k),
             "pages": cache.pages,
             "block_table": cache.block_table,
             "queries": pipeline.queries,
@@ -85,10 +96,10 @@ class Chain:
 
     def judge(self, pipeline: Pipeline, recipe: Recipe, trace: Trace) -> list[dict[str, Any]]:
         """One record a step: who ran it, how it compares with the emulation, isolated and cumulative."""
-        visible, emulation = self._visible(pipeline, recipe), EmulatedKernels()
+        parts, visible, emulation = self._parts(pipeline, recipe), self._visible(pipeline, recipe), EmulatedKernels()
         cache, query = emulation.store_keys(pipeline, recipe), emulation.quantise_queries(pipeline, recipe)
         own_scores = pipeline.stage(recipe, "scores").float()
-        logits, topk = self.parts["logits"], self.parts["topk"]
+        logits, topk = parts["logits"], parts["topk"]
         alone = logits.paged_logits(query, cache, visible)
         chosen = [topk.topk(own_scores, visible, recipe.k) for _ in range(RERUNS)]
         keys = _same_codes(pipeline.stage(recipe, "k_quant"), trace["k_quant"], cache, recipe)
@@ -102,7 +113,7 @@ class Chain:
             "topk": (isolated.to_json(), cumulative.to_json()),
         }
         return [
-            {"step": s, "backend": self.parts[s].name, "isolated": measured[s][0], "cumulative": measured[s][1]}
+            {"step": s, "backend": parts[s].name, "isolated": measured[s][0], "cumulative": measured[s][1]}
             for s in STEPS
         ]
 

@@ -163,7 +163,7 @@ def test_stage_differs_counts_ulps():
     ],
 )
 def test_verdict(vacuous, kernel, tied, structure_differs, word):
-    case = {"vacuous": vacuous, "jaccard_kernel": kernel, "jaccard_tied": tied}
+    case = {"vacuous": vacuous, "jaccard_kernel": kernel, "jaccard_tied": tied, "topk_wrong_rows": 0}
     assert verdict(case, structure_differs=structure_differs) == word
 
 
