@@ -14,16 +14,13 @@ What cannot be run exactly is refused with a reason, never approximated.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from ..pipeline import Pipeline
 from ..recipe import Recipe
 from ..refimpl import IndexerConfig, Trace
-
-if TYPE_CHECKING:
-    from ..kernels import QuantisedQuery
 
 STEPS = ("keys", "queries", "logits", "topk")
 """The steps in order."""
@@ -43,7 +40,7 @@ class KeyCache:
 
 
 class Kernels(Protocol):
-    """Steps that one package provides. A method exists for each name in `steps`; the others may be missing.
+    """Steps that one package provides, with a method for each name in `steps` (and no other needed):
 
     store_keys(pipeline, recipe) -> KeyCache; quantise_queries(pipeline, recipe) -> QuantisedQuery;
     paged_logits(query, cache, visible int32 [rows]) -> fp32 [rows, E], -inf at and beyond `visible`;
@@ -66,18 +63,6 @@ class Kernels(Protocol):
 
     def refusal(self, step: str, recipe: Recipe, config: IndexerConfig) -> str | None:
         """Why this step cannot run this recipe exactly; None if it can."""
-
-    def store_keys(self, pipeline: Pipeline, recipe: Recipe) -> KeyCache:
-        """Step `keys`."""
-
-    def quantise_queries(self, pipeline: Pipeline, recipe: Recipe) -> QuantisedQuery:
-        """Step `queries`."""
-
-    def paged_logits(self, query: QuantisedQuery, cache: KeyCache, visible: Tensor) -> Tensor:
-        """Step `logits`."""
-
-    def topk(self, scores: Tensor, visible: Tensor, k: int) -> Tensor:
-        """Step `topk`."""
 
 
 class Backend(Protocol):

@@ -69,7 +69,8 @@ class Chain:
     def _all(self) -> tuple[Kernels, ...]:
         return tuple(dict.fromkeys(part for parts in self.candidates.values() for part in parts))
 
-    def _parts(self, pipeline: Pipeline, recipe: Recipe) -> dict[str, Kernels]:
+    def _parts(self, pipeline: Pipeline, recipe: Recipe) -> dict[str, Any]:
+        """The kernels of each step; Any, because each is only known to have the method of its step."""
         return {step: self.part(step, recipe, pipeline.call.config) for step in STEPS}
 
     def run(self, pipeline: Pipeline, recipe: Recipe) -> Trace:

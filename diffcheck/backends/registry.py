@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from .base import STEPS, Backend
+from .base import STEPS, Backend, Kernels
 from .chain import Chain
+from .deep_gemm import DeepGemmKernels
 from .emulated import EmulatedBackend
+from .sglang import SglangKernels
 from .triton import TritonKernels
 
 GROUP = "diffcheck.backends"
@@ -23,10 +25,15 @@ GROUP = "diffcheck.backends"
 
 def builtin_backends() -> dict[str, Backend]:
     """The backends of this package; none of them needs to be available."""
-    triton = TritonKernels()
+    triton, gemm, sglang, sglang_v1 = TritonKernels(), DeepGemmKernels(), SglangKernels(), SglangKernels("v1")
+    # what SGLang runs on Hopper; its FP4 logits need a newer GPU, so there this project's kernel scores the pages
+    production: dict[str, tuple[Kernels, ...]] = {"keys": (sglang,), "queries": (sglang,), "logits": (gemm, triton)}
     return {
         "emulated": EmulatedBackend(),
         "triton": Chain.of("triton", triton),
+        "deep_gemm": Chain.of("deep_gemm", gemm),
+        "sglang": Chain("sglang", production | {"topk": (sglang,)}),
+        "sglang-topk-v1": Chain("sglang-topk-v1", production | {"topk": (sglang_v1,)}),
     }
 
 
