@@ -140,17 +140,24 @@ class DeepGemmKernels:
 
 def load_package() -> ModuleType:
     """The package with all functions that are called; ImportError says in one line what is wrong."""
-    try:
-        package = importlib.import_module(PACKAGE)
-    except Exception as error:  # it loads a library and looks for a toolkit, which fails in many ways
-        if isinstance(error, ModuleNotFoundError) and error.name == PACKAGE:
-            raise ImportError(f"package {PACKAGE} is missing: {INSTALL}") from None
-        said = " ".join(str(error).split()) or "no message; it needs a CUDA toolkit, see CUDA_HOME"
-        raise ImportError(f"package {PACKAGE} cannot be imported: {type(error).__name__}: {said}") from None
+    package = import_or_explain(PACKAGE, INSTALL)
     lacking = [name for name in ENTRIES if not callable(getattr(package, name, None))]
     if lacking:
         raise ImportError(f"package {PACKAGE} has no {', '.join(lacking)}: {INSTALL}")
     return package
+
+
+def import_or_explain(module: str, install: str) -> ModuleType:
+    """The module; ImportError says in one line that its package is missing, or why it cannot be imported."""
+    package = module.partition(".")[0]
+    try:
+        importlib.import_module(package)
+        return importlib.import_module(module)
+    except Exception as error:  # these load libraries and look for a toolkit, which fails in many ways
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            raise ImportError(f"package {package} is missing: {install}") from None
+        said = " ".join(str(error).split()) or "no message; it needs a CUDA toolkit, see CUDA_HOME"
+        raise ImportError(f"package {package} cannot be imported: {type(error).__name__}: {said}") from None
 
 
 def logits_refusal(recipe: Recipe, config: IndexerConfig) -> str | None:

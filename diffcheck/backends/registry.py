@@ -19,6 +19,7 @@ from .deep_gemm import DeepGemmKernels
 from .emulated import EmulatedBackend
 from .sglang import SglangKernels
 from .triton import TritonKernels
+from .vllm import VllmKernels
 
 GROUP = "diffcheck.backends"
 
@@ -34,6 +35,7 @@ def builtin_backends() -> dict[str, Backend]:
         "deep_gemm": Chain.of("deep_gemm", gemm),
         "sglang": Chain("sglang", production | {"topk": (sglang,)}),
         "sglang-topk-v1": Chain("sglang-topk-v1", production | {"topk": (sglang_v1,)}),
+        "vllm": Chain.of("vllm", VllmKernels()),
     }
 
 

@@ -38,7 +38,7 @@ def layer(tmp_path_factory):
     config = checkpoint.config
     x, qr = synthetic_hidden(config, length=TOKENS, seed=5)
     queries = torch.linspace(3, TOKENS - 1, 64).long()
-    return Pipeline(config, checkpoint.load(2).cuda(), x.cuda(), qr.cuda(), queries=queries.cuda())
+    return Pipeline(config, checkpoint.load(2).to("cuda"), x.cuda(), qr.cuda(), queries=queries.cuda())
 
 
 def value_order(codes):

@@ -366,7 +366,7 @@ def test_unavailable_without_the_package(monkeypatch):
     for name in [n for n in sys.modules if n.split(".")[0] == "sglang"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sglang, "find_spec", lambda name: None)
-    assert SglangKernels().unavailable("cpu") == "needs a CUDA device"
+    assert SglangKernels().unavailable("cpu") == "package sglang is missing: pip install sglang"
     assert SglangKernels().unavailable("cuda") == "package sglang is missing: pip install sglang"
 
 
