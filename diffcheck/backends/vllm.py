@@ -1,7 +1,8 @@
 """vLLM's public index kernels as steps: its quantised key store, its DeepGEMM logits and its top-k.
 
 Written against the signatures of the vLLM 0.33.0 wheel (commit 4ba787ec9), and **tested with fakes only**: no run with
-the real package has been seen.
+the real package has been seen. (The library with these operators is 88 MiB, more than could be taken to the GPU
+machine that the other backends were run on.)
 
 - keys: `vllm._custom_ops.indexer_k_quant_and_cache` takes keys in bf16 as they are before quantisation, and writes
   e4m3 values and one fp32 scale an entry to pages of 64 in the layout of `kernels.PAGE_FORMATS["e4m3"]`. Scale format

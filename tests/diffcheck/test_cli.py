@@ -220,6 +220,12 @@ def test_missing_gpu_is_exit_3(cli, mini, monkeypatch):
     one_line_error(cli("run", "--checkpoint", mini, "--backend", "triton"), "triton", "CUDA", code=3)
 
 
+def test_absent_backend_says_how_to_install_it(cli, mini, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, package in (("deep_gemm", "pip install sgl-deep-gemm"), ("sglang", "pip install sglang")):
+        one_line_error(cli("run", "--checkpoint", mini, "--backend", name), name, package, code=3)
+
+
 class TestTraces:
     """A trace that does not fit the checkpoint is refused before any work."""
 
