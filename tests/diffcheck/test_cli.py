@@ -74,6 +74,7 @@ def test_run_prints_and_writes(cli, mini, tmp_path):
     assert status == 0
     assert "fp8: Jaccard" in out
     assert "what if theta were 10000" in out
+    words = next(line for line in out.splitlines() if line.startswith("fp8: "))
     assert "stage evaluations were shared" in out
     assert err.count("layer 4 fp8") == 2  # plain progress lines where there is no terminal
     report = json.loads(path.read_text())
@@ -86,6 +87,7 @@ def test_run_prints_and_writes(cli, mini, tmp_path):
     fp8 = report["cases"][2]
     assert (fp8["layer"], fp8["precision"], fp8["theta"], fp8["backend"]) == (4, "fp8", 160000.0, "emulated")
     assert (fp8["length"], fp8["k"], fp8["visible"], fp8["bytes_per_entry"]) == (4096, 64, 1024, 132)
+    assert f"Jaccard {fp8['jaccard_tied']:.3f}" in words  # not that of the what-if theta
     assert len(fp8["needle_rank"]) == 16
     assert report["cases"][3]["theta"] == 10000.0
     assert report["cases"][3]["replaced"]["k_theta"] == 10000.0

@@ -126,6 +126,34 @@ def test_needle_fields(layer, reference):
     assert none["needles_lost"] is None
 
 
+def test_a_needle_that_the_reference_misses_is_not_lost(layer, reference):
+    query = int(layer.queries[-1])
+    worst = int(layer.stage(reference, "scores")[-1, : (query + 1) // 4].float().argmin())
+    missed = Needle(query=query, first_token=4 * worst, last_token=4 * worst + 3)
+    case = run(layer, reference, (missed,))
+    assert case["needle_selected_reference"] is False
+    assert (case["needles_lost"], case["needles_selected_reference"]) == (0, 0)
+
+
+def test_one_wrong_selection_is_a_kernel_fault(layer, reference):
+    """One entry of one row swapped for the row's worst: far inside the overlap's tolerance, and yet wrong."""
+    good = layer.trace(reference)
+    topk = good["topk"].clone()
+    topk[0, 0] = int(good["scores"][0, : (int(layer.queries[0]) + 1) // 4].float().argmin())
+    case = compare(layer, reference, Trace(dict(good) | {"topk": topk}), Targets.of(layer, ()))
+    assert case["jaccard_kernel"] > 0.999
+    assert (case["verdict"], case["topk_wrong_rows"]) == ("kernel", 1)
+    assert [f["cause"] for f in case["findings"]] == ["topk_drop"]
+
+
+def test_first_stage_is_judged_on_the_references_inputs(layer, reference):
+    """Without intermediate roundings no stage is wrong by itself, although the differences pile up."""
+    unrounded = {f: "none" for f in ("round_pool", "round_k_norm", "round_k_rope", "round_k_hadamard")}
+    recipe = reference.replace(**unrounded)
+    assert first_stage(layer, recipe, reference) is None
+    assert stage_differs(layer.stage(recipe, "k_hadamard"), layer.stage(reference, "k_hadamard"))
+
+
 def test_vacuous(layer, reference):
     config = layer.call.config
     short = Pipeline(config, layer.call.weights, layer.call.x[:256], layer.call.qr[:256])
