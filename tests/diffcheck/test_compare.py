@@ -148,7 +148,7 @@ def test_one_wrong_selection_is_a_kernel_fault(layer, reference):
 
 def test_first_stage_is_judged_on_the_references_inputs(layer, reference):
     """Without intermediate roundings no stage is wrong by itself, although the differences pile up."""
-    unrounded = {f: "none" for f in ("round_pool", "round_k_norm", "round_k_rope", "round_k_hadamard")}
+    unrounded = dict.fromkeys(("round_pool", "round_k_norm", "round_k_rope", "round_k_hadamard"), "none")
     recipe = reference.replace(**unrounded)
     assert first_stage(layer, recipe, reference) is None
     assert stage_differs(layer.stage(recipe, "k_hadamard"), layer.stage(reference, "k_hadamard"))
