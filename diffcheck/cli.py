@@ -125,7 +125,7 @@ def run(
         _check_writable(json_file)
     with _Steps(len(todo.layers) * len(todo.cases)) as steps:
         outcome = execute(todo, steps)
-    results = [g.check(outcome.cases, what_if=gate_what_if) for g in gates]
+    results = [g.check(outcome.cases + outcome.probes, what_if=gate_what_if) for g in gates]
     render(console, todo, outcome, results)
     if json_file is not None:
         _write_json(json_file, document(todo, outcome, results))

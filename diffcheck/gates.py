@@ -2,7 +2,8 @@
 
 A gate names any numeric field of a case. No gate is on by default. What-if cases (a theta that is not the
 checkpoint's) count only when asked for. A case without a value for the field (a vacuous case, no needles) does not
-count; a gate that found nothing to measure fails, because a check that checked nothing must not pass.
+count; a gate that found nothing to measure fails, because a check that checked nothing must not pass. Probes of a
+selection kernel have the field topk_wrong_rows and count at a gate on it.
 """
 
 from __future__ import annotations
@@ -51,15 +52,18 @@ class Gate:
         return Gate(text=text, field=match[1], symbol=match[2], bound=bound)
 
     def check(self, cases: list[dict[str, Any]], *, what_if: bool) -> GateResult:
-        """Check all cases that count; a list (several needles) must hold in every element."""
+        """Check all cases (and probes) that count; a list (several needles) must hold in every element."""
         failed, measured = [], 0
         for case in cases:
-            if case["what_if"] and not what_if:
+            if case.get("what_if") and not what_if:
                 continue
-            if case["verdict"] == "refused":
+            if case.get("verdict") == "refused":
                 continue
-            name = f"layer {case['layer']} {case['precision']} theta {case['theta_setting']}"
-            if self.field in case["nonfinite"]:
+            if "probe" in case:
+                name = f"probe of {case['backend']}, {case['entries']} entries"
+            else:
+                name = f"layer {case['layer']} {case['precision']} theta {case['theta_setting']}"
+            if self.field in case.get("nonfinite", ()):
                 measured += 1
                 failed.append(f"{name}: {self.field} is NaN or inf")
                 continue

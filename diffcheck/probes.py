@@ -28,7 +28,7 @@ def probe_topk(kernels: Any, k: int, device: str, *, seed: int = 0) -> list[dict
         selected = kernels.topk(scores.clone(), visible, k)
         check = check_selection(selected, scores, visible, k, again=[kernels.topk(scores.clone(), visible, k)])
         record = {"probe": "clustered scores", "backend": kernels.name, "rows": ROWS, "entries": entries, "k": k}
-        records.append(record | check.to_json())
+        records.append(record | check.to_json() | {"topk_wrong_rows": check.wrong_rows})
     return records
 
 

@@ -65,6 +65,13 @@ def test_nothing_measured_fails():
     assert not result.passed
 
 
+def test_probes_count_where_they_have_the_field():
+    probe = {"probe": "clustered scores", "backend": "mine", "entries": 262144, "topk_wrong_rows": 4}
+    result = Gate.parse("topk_wrong_rows==0").check([case(topk_wrong_rows=0), probe], what_if=False)
+    assert result.failed == ["probe of mine, 262144 entries: topk_wrong_rows 4"]
+    assert Gate.parse("jaccard>=0.5").check([case(jaccard=0.6), probe], what_if=False).passed
+
+
 def test_nan_fails():
     result = Gate.parse("kernel_error<1").check([case(kernel_error=None, nonfinite=["kernel_error"])], what_if=False)
     assert not result.passed
