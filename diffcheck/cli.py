@@ -159,6 +159,32 @@ def backends(
 
 
 @app.command()
+def bench(
+    backend: Annotated[
+        str | None, typer.Option(help="Kernels to time, comma separated; default all there are.")
+    ] = None,
+    shapes: Annotated[
+        str | None, typer.Option(help="prefill:ROWSxENTRIES and decode:REQUESTSxENTRIES, comma separated.")
+    ] = None,
+    formats: Annotated[str, typer.Option(help="Key formats: e4m3, bf16, e2m1.")] = "e4m3",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the records to this file.")] = None,
+) -> None:
+    """Time the logits kernels, accuracy first: no speed is printed for a wrong result. Needs a CUDA device."""
+    from .bench import DEFAULT_SHAPES, render
+    from .bench import bench as measure
+
+    if json_file is not None:
+        _check_writable(json_file)
+    names = None if backend is None else _split(backend)
+    console, records = _console(), []
+    for record in measure(names, _split(shapes) if shapes else list(DEFAULT_SHAPES), _split(formats)):
+        records.append(record)
+        render(console, record)
+    if json_file is not None:
+        _write_json(json_file, {"schema_version": 1, "records": records})
+
+
+@app.command()
 def fixture(
     directory: Annotated[Path, typer.Argument(help="Directory to write; must not hold anything yet.")],
     like: Annotated[str, typer.Option(help="v4-flash, v4-pro or mini.")] = "mini",
