@@ -158,7 +158,7 @@ def runners() -> dict[str, Callable[[Problem], Tensor]]:
     """Who can score a problem: name -> function; ValueError from a function means that it refuses."""
     from .backends.deep_gemm import DeepGemmKernels
 
-    found: dict[str, Callable[[Problem], Tensor]] = {"triton": _run_triton}
+    found: dict[str, Callable[[Problem], Tensor]] = {"triton": _run_triton, "triton-fast": _run_triton_fast}
     if not DeepGemmKernels().unavailable("cuda"):
         found["deep_gemm"] = _run_deep_gemm
     return found
@@ -172,6 +172,16 @@ def _run_triton(p: Problem) -> Tensor:
     return kernels.paged_logits(
         p.query, p.pages, p.block_table, p.visible, fmt=p.fmt, max_length=p.shape.entries
     )  # fmt: skip
+
+
+def _run_triton_fast(p: Problem) -> Tensor:
+    """The prefill kernel with the tensor core's own accumulation, where there is one."""
+    from . import kernels
+
+    if p.pages is not None or p.fmt != "e4m3":
+        raise ValueError("only the e4m3 prefill kernel has a fast variant")
+    start = torch.zeros_like(p.visible)
+    return kernels.ragged_logits(p.query, p.keys, p.key_scales, start, p.visible, fmt=p.fmt, exact=False)
 
 
 def _run_deep_gemm(p: Problem) -> Tensor:

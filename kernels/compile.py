@@ -22,6 +22,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from . import prefill
 from .logits import (
     KEYS_PER_TILE,
     PREFILL_ROWS,
@@ -31,6 +32,7 @@ from .logits import (
     paged_logits_kernel,
     ragged_logits_kernel,
 )
+from .prefill import prefill_logits_kernel
 from .quantise_query import ROWS as QUERY_ROWS
 from .quantise_query import quantise_query_kernel
 from .rounding import INTERPRETED
@@ -58,6 +60,12 @@ class Case:
     types: Sequence[str]
     constants: dict[str, Any]
     options: dict[str, Any]
+    """num_warps may be a dict by major compute capability."""
+
+    def options_for(self, architecture: int) -> dict[str, Any]:
+        """Launch options on one architecture."""
+        major = architecture // 10
+        return {name: value[major] if isinstance(value, dict) else value for name, value in self.options.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +83,7 @@ class Compiled:
 def cases() -> list[Case]:
     """Every kernel in every format and with every pair of query and key formats."""
     listed = []
-    exact = {"num_warps": 4, "enable_fp_fusion": False}
+    unfused = {"num_warps": 4, "enable_fp_fusion": False}
     fast = {"num_warps": 4}
     for recipe, fmt, rounds, extra in (
         ("reference", "bf16", True, {"FP4_STEP": True}),
@@ -100,7 +108,7 @@ def cases() -> list[Case]:
                 + ["*fp32", "*fp32", "*i32", "*i32", "*i64", "*u8", "*i16", "*fp32"]
                 + ["i32", "i32", "i32", "i32", "fp32", "fp32"],
                 constants=shared | {"ROUND_POOL": rounds, "ROUND_NORM": rounds, "WEIGHT_BF16": False, "ROWS": KEY_ROWS},
-                options=exact,
+                options=unfused,
             )
         )
         codes, scales = {"e4m3": ("*u8", "*fp32"), "bf16": ("*i16", "*fp32"), "e2m1": ("*u8", "*u8")}[fmt]
@@ -122,7 +130,7 @@ def cases() -> list[Case]:
                     "fp32",
                 ],
                 constants=shared | {"GATE_BF16": True, "ROWS": QUERY_ROWS},
-                options=exact,
+                options=unfused,
             )
         )
     pointer = {"e4m3": "*u8", "bf16": "*i16", "e2m1": "*u8"}
@@ -150,6 +158,22 @@ def cases() -> list[Case]:
                     options={"num_warps": WARPS[fmt]},
                 )
             )
+    for exact in (False, True):
+        listed.append(
+            Case(
+                name=f"prefill_logits{' exact' if exact else ''}",
+                kernel=prefill_logits_kernel,
+                types=["*u8", "*fp32", "*u8", "*fp32", "*i32", "*i32", "*fp32", "i32", "i32"],
+                constants={
+                    "HEADS": HEADS,
+                    "ROWS": prefill.rows_of(HEADS),
+                    "KEYS": prefill.KEYS,
+                    "TILES": prefill.TILES,
+                    "EXACT": exact,
+                },
+                options={"num_warps": prefill.WARPS, "num_stages": prefill.STAGES},
+            )
+        )
     for starts in (False, True):
         listed.append(
             Case(
@@ -172,7 +196,8 @@ def compile_case(case: Case, architecture: int) -> Compiled:
     assert len(names) == len(case.types), f"{case.name}: {len(case.types)} types for {len(names)} arguments"
     signature = dict(zip(names, case.types, strict=True)) | dict.fromkeys(case.constants, "constexpr")
     # what a launch finds for torch tensors: pointers aligned to 16 bytes
-    aligned = {(arguments.index(name),): [["tt.divisibility", 16]] for name in names if signature[name].startswith("*")}
+    pointers = [name for name in names if signature[name].startswith("*")]
+    aligned = {(arguments.index(name),): [["tt.divisibility", 16]] for name in pointers}
     source = ASTSource(
         case.kernel,
         {name: signature[name] for name in arguments},
@@ -182,7 +207,9 @@ def compile_case(case: Case, architecture: int) -> Compiled:
     with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(StringIO()) as log:
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.always_compile = True  # a cached cubin comes without ptxas' log
-        built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=case.options)
+        built = triton.compile(
+            source, target=GPUTarget("cuda", architecture, 32), options=case.options_for(architecture)
+        )
     registers = re.search(r"Used (\d+) registers", log.getvalue())
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
     return Compiled(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .checks import check_devices, check_tensor
 from .layout import ENTRIES_PER_PAGE, HEAD_DIM, PageFormat, check_pages, dequantise, page_format, read_entries
+from .prefill import prefill_logits, rows_of
 from .quantise_query import QuantisedQuery
 from .score_tile import load_keys, score_tile
 
@@ -214,12 +215,14 @@ def ragged_logits(
     end: Tensor,
     *,
     fmt: str,
+    exact: bool = True,
 ) -> Tensor:
     """Prefill scores, fp32 [M, N]; columns outside [start, end) of a row are -inf.
 
     query: QuantisedQuery of M rows. keys: codes [N, 128] float8_e4m3fn (or uint8) or bfloat16, or packed
     uint8 [N, 64]; key_scales: fp32 [N], None or uint8 [N, 4], as `read_entries` returns them. start, end:
-    int32 [M]; keys of several requests lie one after the other and each row names its own range.
+    int32 [M]; keys of several requests lie one after the other and each row names its own range. exact=False lets
+    e4m3 products of whole rows run in the tensor core's narrow accumulator, as DeepGEMM does; see `prefill`.
 
     Formula: as `paged_logits`; DeepGEMM `fp8_mqa_logits`. Raises ValueError as `paged_logits` does.
     """
@@ -248,6 +251,8 @@ def ragged_logits(
         start=start,
         end=end,
     )
+    if form.name == "e4m3" and key_scales is not None and rows and count and rows_of(heads):
+        return prefill_logits(query.codes, query.gate, keys, key_scales, start, end, exact=exact)
     out = torch.empty(rows, count, dtype=torch.float32, device=keys.device)
     if not rows or not count:
         return out
