@@ -158,22 +158,20 @@ def cases() -> list[Case]:
                     options={"num_warps": WARPS[fmt]},
                 )
             )
-    for exact in (False, True):
-        listed.append(
-            Case(
-                name=f"prefill_logits{' exact' if exact else ''}",
-                kernel=prefill_logits_kernel,
-                types=["*u8", "*fp32", "*u8", "*fp32", "*i32", "*i32", "*fp32", "i32", "i32"],
-                constants={
-                    "HEADS": HEADS,
-                    "ROWS": prefill.rows_of(HEADS),
-                    "KEYS": prefill.KEYS,
-                    "TILES": prefill.TILES,
-                    "EXACT": exact,
-                },
-                options={"num_warps": prefill.WARPS, "num_stages": prefill.STAGES},
-            )
+    listed.append(
+        Case(
+            name="prefill_logits",
+            kernel=prefill_logits_kernel,
+            types=["*u8", "*fp32", "*u8", "*fp32", "*i32", "*i32", "*fp32", "i32", "i32"],
+            constants={
+                "HEADS": HEADS,
+                "ROWS": prefill.rows_of(HEADS),
+                "KEYS": prefill.KEYS,
+                "TILES": prefill.TILES,
+            },
+            options={"num_warps": prefill.WARPS, "num_stages": prefill.STAGES},
         )
+    )
     for starts in (False, True):
         listed.append(
             Case(

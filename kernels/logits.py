@@ -221,8 +221,8 @@ def ragged_logits(
 
     query: QuantisedQuery of M rows. keys: codes [N, 128] float8_e4m3fn (or uint8) or bfloat16, or packed
     uint8 [N, 64]; key_scales: fp32 [N], None or uint8 [N, 4], as `read_entries` returns them. start, end:
-    int32 [M]; keys of several requests lie one after the other and each row names its own range. exact=False lets
-    e4m3 products of whole rows run in the tensor core's narrow accumulator, as DeepGEMM does; see `prefill`.
+    int32 [M]; keys of several requests lie one after the other and each row names its own range. exact=False: where
+    `prefill` has a kernel (e4m3 on both sides, heads a power of two up to 256) it is taken, with DeepGEMM's accuracy.
 
     Formula: as `paged_logits`; DeepGEMM `fp8_mqa_logits`. Raises ValueError as `paged_logits` does.
     """
@@ -251,8 +251,8 @@ def ragged_logits(
         start=start,
         end=end,
     )
-    if form.name == "e4m3" and key_scales is not None and rows and count and rows_of(heads):
-        return prefill_logits(query.codes, query.gate, keys, key_scales, start, end, exact=exact)
+    if not exact and form.name == "e4m3" and key_scales is not None and rows and count and rows_of(heads):
+        return prefill_logits(query.codes, query.gate, keys, key_scales, start, end)
     out = torch.empty(rows, count, dtype=torch.float32, device=keys.device)
     if not rows or not count:
         return out

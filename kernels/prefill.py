@@ -5,8 +5,9 @@ heads = 256 columns of queries as one operand of its dots and walks over TILES t
 [64, 128] x [128, 256] product, relu, gates, and a sum over the heads of each row by reshaping [keys, R * H] to
 [keys, R, H]. Keys outside the range of every row of the block cost a store of -inf and nothing else.
 
-`exact` adds up every 32 dims outside the tensor core's narrow accumulator, as `score_tile` does (calc_diff 3e-15 on an
-H200); without it the error is that of DeepGEMM's kernel (9e-9) and it runs three times as fast. NOTES.md has the times.
+The products are left in the tensor core's narrow accumulator, so the error is that of DeepGEMM's kernel (calc_diff
+9e-9 on an H200) and not that of `ragged_logits` (3e-15). Adding up every 32 dims outside it costs two thirds of the
+speed: see NOTES.md.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -45,7 +46,6 @@ def prefill_logits_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     TILES: tl.constexpr,
-    EXACT: tl.constexpr,
 ):
     """One program scores TILES * KEYS keys for ROWS rows."""
     first_row = tl.program_id(1) * ROWS
@@ -83,8 +83,6 @@ def prefill_logits_kernel(
         scale = tl.load(key_scales_ptr + key, mask=inside, other=1.0)
         if INTERPRETED:
             dots = tl.dot(e4m3_to_fp32(key_code), queries, input_precision="ieee")
-        elif EXACT:
-            dots = tl.dot(key_code.to(tl.float8e4nv, bitcast=True), queries, max_num_imprecise_acc=0)
         else:
             dots = tl.dot(key_code.to(tl.float8e4nv, bitcast=True), queries)
         terms = tl.where(dots <= 0.0, 0.0, dots) * gate
@@ -103,9 +101,7 @@ def rows_of(heads: int) -> int:
     return COLUMNS // heads if heads <= COLUMNS and COLUMNS % heads == 0 and heads & (heads - 1) == 0 else 0
 
 
-def prefill_logits(
-    codes: Tensor, gate: Tensor, keys: Tensor, key_scales: Tensor, start: Tensor, end: Tensor, *, exact: bool = True
-) -> Tensor:
+def prefill_logits(codes: Tensor, gate: Tensor, keys: Tensor, key_scales: Tensor, start: Tensor, end: Tensor) -> Tensor:
     """Scores fp32 [M, N], -inf outside [start, end) of a row; arguments as `ragged_logits` has checked them.
 
     codes: e4m3 [M, H, 128] with H a power of two up to 256; gate fp32 [M, H]; keys e4m3 [N, 128] and key_scales fp32
@@ -119,6 +115,6 @@ def prefill_logits(
     grid = (triton.cdiv(count, TILES * KEYS), triton.cdiv(rows, block))
     prefill_logits_kernel[grid](
         codes.view(torch.uint8), gate, keys.view(torch.uint8), key_scales, start, end, out, rows, count,
-        HEADS=heads, ROWS=block, KEYS=KEYS, TILES=TILES, EXACT=exact, num_warps=warps, num_stages=STAGES,
+        HEADS=heads, ROWS=block, KEYS=KEYS, TILES=TILES, num_warps=warps, num_stages=STAGES,
     )  # fmt: skip
     return out

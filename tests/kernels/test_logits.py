@@ -187,6 +187,8 @@ def test_ragged_two_requests(q_fmt, fmt, keys, device):
         part = slice(a, b)
         wants.append((a, *exact_scores(query, row, codes[part], None if scales is None else scales[part], fmt)))
     assert_scores(f"ragged {q_fmt} x {fmt}, {keys} keys", got, wants)
+    fast = ragged_logits(query, codes, scales, start, end, fmt=fmt, exact=False)
+    assert_scores(f"ragged {q_fmt} x {fmt}, {keys} keys, not exact", fast, wants)
     assert_scores("naive", ragged_logits_naive(query, codes, scales, start, end, fmt=fmt), wants)
 
 
