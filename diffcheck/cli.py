@@ -7,6 +7,7 @@ interrupted. Errors are one line on stderr; a traceback means a bug in diffcheck
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -265,9 +266,18 @@ def _check_writable(path: Path) -> None:
         raise InputError(f"--json: cannot write {path} ({error.strerror})") from None
 
 
+def _without_nan(value: object) -> object:
+    """The value with null for every number that JSON has no spelling for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def _write_json(path: Path, document: object) -> None:
     """Write beside the target and rename, so that an interrupt leaves no half document."""
-    text = json.dumps(document, indent=1, allow_nan=False)
+    text = json.dumps(_without_nan(document), indent=1, allow_nan=False)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text + "\n", encoding="utf-8")
     partial.replace(path)

@@ -12,7 +12,6 @@ its entries do, or when it holds a single entry that the row must not see.
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -112,20 +111,22 @@ def compare(pipeline: Pipeline, recipe: Recipe, deployed: Trace, targets: Target
     result["misses"] = {"ties": lost.ties, "near_ties": lost.near_ties, "real": lost.real}
     result |= _needles(scores, selected, t)
     bins = ranks.survival(selected=selected, target_scores=t.scores, visible=t.visible, k=t.k)
-    result["survival"] = [asdict(b) | {"p": finite(b.p)} for b in bins]
+    result["survival"] = [asdict(b) | {"p": metrics.finite(b.p)} for b in bins]
     result |= {
-        "score_rel_error": finite(total.rel),
-        "score_calc_diff": finite(total.calc_diff),
-        "score_max_error": finite(total.max_abs),
-        "format_error": finite(form.rel),
-        "kernel_error": finite(kernel.rel),
-        "kernel_calc_diff": finite(kernel.calc_diff),
-        "margin": finite(metrics.margin(target_scores=t.scores, visible=t.visible, k=t.k, noise=noise)),
+        "score_rel_error": metrics.finite(total.rel),
+        "score_calc_diff": metrics.finite(total.calc_diff),
+        "score_max_error": metrics.finite(total.max_abs),
+        "format_error": metrics.finite(form.rel),
+        "kernel_error": metrics.finite(kernel.rel),
+        "kernel_calc_diff": metrics.finite(kernel.calc_diff),
+        "margin": metrics.finite(metrics.margin(target_scores=t.scores, visible=t.visible, k=t.k, noise=noise)),
         "first_stage": first_stage(pipeline, recipe, t.reference),
         "bytes_per_entry": bytes_per_entry(recipe, pipeline.call.config.index_head_dim),
     }
     errors = {"score_rel_error": total.rel, "format_error": form.rel, "kernel_error": kernel.rel}
-    result["nonfinite"] = [name for name, value in errors.items() if value is not None and finite(value) is None]
+    result["nonfinite"] = [
+        name for name, value in errors.items() if value is not None and metrics.finite(value) is None
+    ]
     result["verdict"] = verdict(result, structure_differs=recipe.structure_differs(t.reference))
     return result
 
@@ -222,8 +223,3 @@ def verdict(case: dict[str, Any], *, structure_differs: bool) -> str:
     if case["jaccard_tied"] >= SAME_JACCARD:
         return "same"
     return "config" if structure_differs else "format"
-
-
-def finite(value: float | None) -> float | None:
-    """JSON has no NaN or inf: those become None."""
-    return value if value is None or math.isfinite(value) else None

@@ -380,3 +380,8 @@ def _blocks(a: Tensor, b: Tensor, visible: Tensor) -> Iterator[tuple[slice, Tens
         agreed = (wide_a.isnan() & wide_b.isnan()) | (wide_a.isinf() & (wide_a == wide_b))
         left_out = agreed | (entry >= visible[block, None])
         yield block, wide_a.masked_fill(left_out, 0.0), wide_b.masked_fill(left_out, 0.0)
+
+
+def finite(value: float | None) -> float | None:
+    """JSON has no NaN or inf: those become None."""
+    return value if value is None or math.isfinite(value) else None

@@ -6,6 +6,7 @@ the set is noise, so a Jaccard of 0.4 can be harmless, and one lost needle is fa
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 from importlib import metadata
@@ -218,7 +219,7 @@ def step_lines(outcome: Outcome) -> list[str]:
         if name in ("keys", "queries"):
             text = f"{alone['equal']:.4%} of the values equal"
         elif name == "logits":
-            text = f"calc_diff {alone['calc_diff']:.1e} alone, {chained['calc_diff']:.1e} in the chain"
+            text = f"calc_diff {_error(alone['calc_diff'])} alone, {_error(chained['calc_diff'])} in the chain"
         else:
             causes = sorted({*alone["causes"], *chained["causes"]})
             text = "; ".join(MEANING[cause] for cause in causes) or "right"
@@ -232,7 +233,7 @@ def _badness(step: dict[str, Any]) -> float:
         return -float(chained["equal"])
     if "causes" in chained:
         return float(len({*chained["causes"], *step["isolated"]["causes"]}))
-    return float(chained["calc_diff"] or 0)
+    return math.inf if chained["calc_diff"] is None else float(chained["calc_diff"])
 
 
 def _words(records: list[dict[str, Any]], k: int) -> str:

@@ -19,7 +19,7 @@ from ..pipeline import Pipeline
 from ..recipe import Recipe
 from ..refimpl import IndexerConfig, Trace
 from ..stages import visible_under
-from .base import STEPS, Kernels, KeyCache
+from .base import STEPS, Kernels
 from .emulated import EmulatedKernels
 
 RERUNS = 2
@@ -103,7 +103,7 @@ class Chain:
         logits, topk = parts["logits"], parts["topk"]
         alone = logits.paged_logits(query, cache, visible)
         chosen = [topk.topk(own_scores, visible, recipe.k) for _ in range(RERUNS)]
-        keys = _same_codes(pipeline.stage(recipe, "k_quant"), trace["k_quant"], cache, recipe)
+        keys = _same_values(pipeline.stage(recipe, "k_quant"), trace["k_quant"])
         queries = _same_values(pipeline.stage(recipe, "q_quant"), trace["q_quant"])
         cumulative = check_selection(trace["topk"], trace["scores"], visible, recipe.k)
         isolated = check_selection(chosen[0], own_scores, visible, recipe.k, again=chosen[1:])
@@ -128,11 +128,7 @@ def _same_values(ours: Tensor, theirs: Tensor) -> dict[str, Any]:
     return {"equal": float(same.double().mean())}
 
 
-def _same_codes(ours: Tensor, theirs: Tensor, cache: KeyCache, recipe: Recipe) -> dict[str, Any]:
-    """Like `_same_values`, beside the bytes that each entry takes."""
-    return _same_values(ours, theirs) | {"bytes_per_entry": cache.pages.shape[1] / 64}
-
-
 def _calc_diff(scores: Tensor, target: Tensor, visible: Tensor) -> dict[str, Any]:
     found = metrics.errors(scores=scores, target_scores=target, visible=visible.long())
-    return {"rel": found.rel, "calc_diff": found.calc_diff, "max": found.max_abs}
+    errors = {"rel": found.rel, "calc_diff": found.calc_diff, "max": found.max_abs}
+    return {name: metrics.finite(value) for name, value in errors.items()}

@@ -1,5 +1,6 @@
 """Backends from entry points and files, the documented example, and what happens to broken ones."""
 
+import json
 import re
 import sys
 from importlib.metadata import EntryPoint
@@ -49,6 +50,32 @@ def test_broken_example_is_a_kernel_fault(monkeypatch, capsys, mini, example):
     assert status == 0
     assert "topk by my-topk: top-k drops winners" in out
     assert "KERNEL" in out
+
+
+NAN_LOGITS = """
+from diffcheck.backends import EmulatedKernels
+
+class Bad(EmulatedKernels):
+    name = "bad"
+    steps = ("logits",)
+
+    def paged_logits(self, query, cache, visible):
+        return super().paged_logits(query, cache, visible) * float("nan")
+"""
+
+
+def test_a_backend_of_nan_is_reported_and_written(monkeypatch, capsys, mini, tmp_path):
+    path, report = tmp_path / "bad.py", tmp_path / "report.json"
+    path.write_text(NAN_LOGITS)
+    command = ["run", "--checkpoint", mini, "--layers", "4", "--precision", "fp8", "--theta", "checkpoint"]
+    gate = ["--gate", "kernel_error<1", "--json", report, "--device", "cpu", "--queries", "8"]
+    status, out, err = run(monkeypatch, capsys, *command, "--backend", f"{path}:Bad", *gate)
+    assert status == 1, err
+    assert "kernel_error is NaN or inf" in out
+    assert "logits by bad: calc_diff nan" in out
+    (case,) = json.loads(report.read_text())["cases"]
+    assert case["verdict"] == "kernel"
+    assert {"score_rel_error", "kernel_error"} <= set(case["nonfinite"])
 
 
 def test_entry_point(monkeypatch, example):
