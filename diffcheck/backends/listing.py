@@ -17,7 +17,8 @@ def render_backends(console: Console, device: str) -> None:
 
     place = device_of(device)
     console.print(f"on {place}; recipes are those that can run at V4-Flash geometry", highlight=False)
-    for name, backend in all_backends().items():
+    found, broken = all_backends()
+    for name, backend in found.items():
         reason = backend.unavailable(place)
         console.print(
             f"{name}: {'not available: ' + reason if reason else 'available'}", highlight=False, soft_wrap=True
@@ -29,3 +30,5 @@ def render_backends(console: Console, device: str) -> None:
         console.print(f"  stages   {' '.join(backend.stages)}", highlight=False, soft_wrap=True)
         able = [r for r in (*PRECISIONS, *CHANGES) if not backend.refusal(build(r, V4_FLASH), V4_FLASH)]
         console.print(f"  recipes  {', '.join(able) or 'none'}", highlight=False, soft_wrap=True)
+    for name, reason in broken.items():
+        console.print(f"{name}: not available: {reason}", highlight=False, soft_wrap=True)

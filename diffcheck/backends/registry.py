@@ -8,7 +8,7 @@ or function without arguments that makes one.
 from __future__ import annotations
 
 import importlib.util
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -39,26 +39,41 @@ def builtin_backends() -> dict[str, Backend]:
     }
 
 
-def all_backends() -> dict[str, Backend]:
-    """Built-in backends and those that other packages offer; a broken offer raises InputError with its name."""
-    found = builtin_backends()
+def all_backends() -> tuple[dict[str, Backend], dict[str, str]]:
+    """Built-in backends and those that other packages offer; and of those that cannot be loaded, why."""
+    found, broken = builtin_backends(), {}
     for point in entry_points(group=GROUP):
         try:
-            found[point.name] = as_backend(point.name, point.load())
-        except Exception as error:
-            raise InputError(f"backend {point.name} of {point.value} cannot be loaded: {error}") from None
-    return found
+            found[point.name] = _offered(point)
+        except InputError as error:
+            broken[point.name] = str(error)
+    return found, broken
 
 
 def find_backend(name: str) -> Backend:
-    """The backend of that name, or the object of "path.py:object"; InputError if there is none."""
+    """The backend of that name, or the object of "path.py:object"; InputError if there is none or it cannot be loaded.
+
+    Only the one asked for is loaded, so a broken package disturbs no other run.
+    """
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py"):
         return as_backend(attribute, _load(Path(path), attribute))
-    backends = all_backends()
-    if name not in backends:
-        raise InputError(f"unknown backend {name!r}, expected auto, {', '.join(backends)} or path.py:object")
-    return backends[name]
+    builtin = builtin_backends()
+    if name in builtin:
+        return builtin[name]
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    if name in points:
+        return _offered(points[name])
+    known = ", ".join([*builtin, *points])
+    raise InputError(f"unknown backend {name!r}, expected auto, {known} or path.py:object")
+
+
+def _offered(point: EntryPoint) -> Backend:
+    try:
+        return as_backend(point.name, point.load())
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise InputError(f"backend {point.name} ({point.value}) cannot be loaded: {said}") from None
 
 
 def _load(path: Path, attribute: str) -> Any:

@@ -82,9 +82,21 @@ def test_entry_point(monkeypatch, example):
     monkeypatch.syspath_prepend(str(example.parent))
     point = EntryPoint(name="my-topk", value="my_kernels:MyTopK", group=module.GROUP)
     monkeypatch.setattr(module, "entry_points", lambda group: [point] if group == module.GROUP else [])
-    assert "my-topk" in all_backends()
+    assert "my-topk" in all_backends()[0]
     assert find_backend("my-topk").refusal.__self__.name == "my-topk"
     monkeypatch.delitem(sys.modules, "my_kernels")
+
+
+def test_a_broken_offer_disturbs_only_itself(monkeypatch, capsys):
+    point = EntryPoint(name="broken", value="no_such_module_here:X", group=module.GROUP)
+    monkeypatch.setattr(module, "entry_points", lambda group: [point])
+    assert find_backend("emulated").name == "emulated"
+    with pytest.raises(InputError, match=r"backend broken \(no_such_module_here:X\) cannot be loaded: No module"):
+        find_backend("broken")
+    status, out, _ = run(monkeypatch, capsys, "backends", "--device", "cpu")
+    assert status == 0
+    assert "broken: not available: backend broken" in out
+    assert "emulated: available" in out
 
 
 @pytest.mark.parametrize(
@@ -114,7 +126,7 @@ def test_unknown_and_absent(tmp_path):
 def test_listing(monkeypatch, capsys):
     status, out, _ = run(monkeypatch, capsys, "backends", "--device", "cpu")
     assert status == 0
-    for name, backend in all_backends().items():
+    for name, backend in all_backends()[0].items():
         assert f"{name}: " in out
         assert " ".join(backend.stages) in out
     assert "sglang-fp8" in out
