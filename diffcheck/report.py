@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import platform
 import sys
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from .gates import GateResult
 from .invariants import MEANING
+from .packages import installed_version
 from .probes import describe
 from .recipe import Recipe, plain
 from .run import Outcome, Plan
@@ -31,17 +31,11 @@ SAFE_SURVIVAL = 0.99
 
 def environment(device: str) -> dict[str, Any]:
     """Versions and machine, for the JSON document."""
-    versions: dict[str, str | None] = {}
-    for package in ("torch", "triton", "safetensors", "numpy"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
     return {
         "diffcheck": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": versions,
+        "packages": {name: installed_version(name) for name in ("torch", "triton", "safetensors", "numpy")},
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
     }

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .formats import Format, fake_quantise
 from .recipe import Recipe, Rounding
-from .refimpl import IndexerConfig, IndexerState, IndexerWeights, Yarn
+from .refimpl import IndexerConfig, IndexerState, IndexerWeights
 from .refimpl.compressor import WINDOW, pool_windows, rms_norm, softmax_pool
 from .refimpl.formats import e4m3_fake_quantise, fp4_step
 from .refimpl.indexer import head_gates
@@ -85,27 +86,32 @@ def q(call: Call, recipe: Recipe, inputs: dict[str, Tensor], rows: Tensor) -> Te
     return flat.view(-1, call.config.index_n_heads, call.config.index_head_dim)
 
 
-def _rope(
-    x: Tensor,
-    positions: Tensor,
-    recipe: Recipe,
-    theta: float,
-    yarn: Yarn | None,
-    mscale: float,
-    pairing: str,
-    where: str,
-) -> Tensor:
-    cos, sin = rope_table(positions, inverse_frequencies(theta, recipe.rope_dims, yarn))
-    cos, sin = (through(t * mscale if mscale != 1 else t, recipe.round_rope_table) for t in (cos, sin))
+def angle_table(recipe: Recipe, side: Literal["q", "k"], positions: Tensor) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of one side's RoPE under a recipe, each fp32 [n, R/2] on the CPU; positions are those of tokens."""
+    theta, yarn, mscale = (getattr(recipe, f"{side}_{name}") for name in ("theta", "yarn", "mscale"))
+    table = rope_table(positions, inverse_frequencies(theta, recipe.rope_dims, yarn))
+    cos, sin = (through(t * mscale, recipe.round_rope_table) for t in table)
+    return cos, sin
+
+
+def entry_positions(recipe: Recipe, entry: Tensor) -> Tensor:
+    """Token position whose angle each entry's key gets."""
+    return {"first": WINDOW * entry, "last": WINDOW * entry + WINDOW - 1, "index": entry}[recipe.k_position]
+
+
+def _rope(x: Tensor, positions: Tensor, recipe: Recipe, side: Literal["q", "k"]) -> Tensor:
+    first = getattr(recipe, f"{side}_slice") == "first"
+    half = getattr(recipe, f"{side}_pairing") == "half"
+    cos, sin = angle_table(recipe, side, positions)
     x = wide(x, recipe)
-    if where == "first":
+    if first:
         x = x.roll(-recipe.rope_dims, dims=-1)  # the rotated dims are last now
-    if pairing == "half":
+    if half:
         x = _regroup(x, recipe.rope_dims, (2, -1))
     x = apply_rope(x, cos, sin)
-    if pairing == "half":
+    if half:
         x = _regroup(x, recipe.rope_dims, (-1, 2))
-    return x.roll(recipe.rope_dims, dims=-1) if where == "first" else x
+    return x.roll(recipe.rope_dims, dims=-1) if first else x
 
 
 def _regroup(x: Tensor, rope_dims: int, shape: tuple[int, int]) -> Tensor:
@@ -116,19 +122,14 @@ def _regroup(x: Tensor, rope_dims: int, shape: tuple[int, int]) -> Tensor:
 
 def q_rope(call: Call, recipe: Recipe, inputs: dict[str, Tensor], rows: Tensor) -> Tensor:
     """Queries rotated by their token position."""
-    r = recipe
-    out = _rope(inputs["q"], rows + call.start, r, r.q_theta, r.q_yarn, r.q_mscale, r.q_pairing, r.q_slice)
-    return rounded(out, r.round_q_rope)
+    return rounded(_rope(inputs["q"], rows + call.start, recipe, "q"), recipe.round_q_rope)
 
 
 def k_rope(call: Call, recipe: Recipe, inputs: dict[str, Tensor], rows: Tensor) -> Tensor:
     """Keys rotated by their entry's position."""
-    r = recipe
     first = call.start // WINDOW
     entry = torch.arange(first, first + inputs["k_norm"].shape[0])
-    position = {"first": WINDOW * entry, "last": WINDOW * entry + WINDOW - 1, "index": entry}[r.k_position]
-    out = _rope(inputs["k_norm"], position, r, r.k_theta, r.k_yarn, r.k_mscale, r.k_pairing, r.k_slice)
-    return rounded(out, r.round_k_rope)
+    return rounded(_rope(inputs["k_norm"], entry_positions(recipe, entry), recipe, "k"), recipe.round_k_rope)
 
 
 def q_hadamard(call: Call, recipe: Recipe, inputs: dict[str, Tensor], rows: Tensor) -> Tensor:

@@ -13,11 +13,13 @@ What cannot be run exactly is refused with a reason, never approximated.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..formats import Format
 from ..pipeline import Pipeline
 from ..recipe import Recipe
 from ..refimpl import IndexerConfig, Trace
@@ -37,6 +39,20 @@ class KeyCache:
     block_table: Tensor
     slots: Tensor
     fmt: str
+
+
+def shown(value: Any) -> str:
+    """A recipe field's value in a message; a format by its short form."""
+    return str(value) if isinstance(value, Format) else repr(value)
+
+
+def fixed_refusal(recipe: Recipe, fixed: Mapping[str, Any], who: str = "the kernel") -> str | None:
+    """The first field in which the recipe has another value than `who` has built in; None if it has all of them."""
+    for field, value in fixed.items():
+        ours = getattr(recipe, field)
+        if ours != value:
+            return f"{field} is {shown(ours)} and {who} only has {shown(value)}"
+    return None
 
 
 class Kernels(Protocol):

@@ -16,10 +16,6 @@ exist for compute capability 10 only; on Hopper there is nothing to call, so e2m
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as package_version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +24,10 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from ..formats import Format
-from ..pipeline import Pipeline
+from ..packages import installed_version, present
 from ..recipe import Recipe
 from ..refimpl import IndexerConfig
-from .base import KeyCache
+from .base import KeyCache, fixed_refusal
 
 if TYPE_CHECKING:
     from ..kernels import QuantisedQuery
@@ -67,7 +63,7 @@ class DeepGemmKernels:
 
     def unavailable(self, device: str) -> str | None:
         """None on a Hopper or Blackwell GPU where the package can be imported and has the functions."""
-        if PACKAGE not in sys.modules and importlib.util.find_spec(PACKAGE) is None:
+        if not present(PACKAGE):
             return f"package {PACKAGE} is missing: {INSTALL}"
         if device != "cuda":
             return "needs a CUDA device"
@@ -82,30 +78,14 @@ class DeepGemmKernels:
 
     def version(self) -> str | None:
         """Version of the distribution that is installed, with its name; the package is not imported."""
-        for distribution in DISTRIBUTIONS:
-            try:
-                return f"{package_version(distribution)} ({distribution})"
-            except PackageNotFoundError:
-                continue
-        return None
+        found = ((name, installed_version(name)) for name in DISTRIBUTIONS)
+        return next((f"{version} ({name})" for name, version in found if version), None)
 
     def refusal(self, step: str, recipe: Recipe, config: IndexerConfig) -> str | None:
         """Everything but fp32 sums of e4m3 products over 32 or 64 heads of 128."""
         if step not in self.steps:
             return "DeepGEMM has no kernel for this step"
         return logits_refusal(recipe, config)
-
-    def store_keys(self, pipeline: Pipeline, recipe: Recipe) -> KeyCache:
-        """Not a step of this package."""
-        raise NotImplementedError
-
-    def quantise_queries(self, pipeline: Pipeline, recipe: Recipe) -> QuantisedQuery:
-        """Not a step of this package."""
-        raise NotImplementedError
-
-    def topk(self, scores: Tensor, visible: Tensor, k: int) -> Tensor:
-        """Not a step of this package."""
-        raise NotImplementedError
 
     def paged_logits(self, query: QuantisedQuery, cache: KeyCache, visible: Tensor) -> Tensor:
         """The decode kernel, every query row as a request of its own; fp32 [rows, E], -inf at and beyond `visible`."""
@@ -162,9 +142,8 @@ def import_or_explain(module: str, install: str) -> ModuleType:
 
 def logits_refusal(recipe: Recipe, config: IndexerConfig) -> str | None:
     """Why DeepGEMM's fp8 logits cannot score this recipe exactly; None if they can."""
-    for field, value in FIXED.items():
-        if getattr(recipe, field) != value:
-            return f"{field} is {getattr(recipe, field)!r} and the kernel only has {value!r}"
+    if reason := fixed_refusal(recipe, FIXED):
+        return reason
     if config.index_n_heads not in HEADS or config.index_head_dim != 128:
         return f"{config.index_n_heads} heads of {config.index_head_dim}, the kernel needs 32 or 64 heads of 128"
     formats = {"queries": recipe.q_format, "keys": recipe.k_format}

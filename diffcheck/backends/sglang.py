@@ -23,25 +23,20 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as package_version
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..formats import Format
+from ..packages import installed_version, present
 from ..pipeline import Pipeline
 from ..recipe import Recipe
 from ..refimpl import IndexerConfig
 from ..refimpl.compressor import WINDOW
-from ..refimpl.rotation import inverse_frequencies, rope_table
-from ..stages import GRAPH, through
-from .base import KeyCache
+from ..stages import GRAPH, angle_table
+from .base import KeyCache, fixed_refusal, shown
 from .emulated import shuffled_slots
 
 if TYPE_CHECKING:
@@ -83,7 +78,7 @@ class SglangKernels:
 
     def unavailable(self, device: str) -> str | None:
         """None on CUDA with SGLang and what it compiles with."""
-        if not _present("sglang"):
+        if not present("sglang"):
             return "package sglang is missing: pip install sglang"
         if device != "cuda":
             return "needs a CUDA device"
@@ -98,10 +93,8 @@ class SglangKernels:
 
     def version(self) -> str | None:
         """Version of the installed package."""
-        try:
-            return package_version("sglang")
-        except PackageNotFoundError:
-            return "unknown (importable without metadata)" if _present("sglang") else None
+        unknown = "unknown (importable without metadata)" if present("sglang") else None
+        return installed_version("sglang") or unknown
 
     def refusal(self, step: str, recipe: Recipe, config: IndexerConfig) -> str | None:
         """Compare the fields that the step's kernels have built in with what the presets say about them."""
@@ -113,13 +106,9 @@ class SglangKernels:
         name = "k_format" if step == "keys" else "q_format"
         built_in = next((preset for preset in presets if getattr(preset, name) == getattr(recipe, name)), None)
         if built_in is None:
-            known = " or ".join(_shown(getattr(preset, name)) for preset in presets)
-            return f"{name} is {_shown(getattr(recipe, name))} and SGLang's kernels only have {known}"
-        for field in BUILT_IN[step]:
-            ours, theirs = getattr(recipe, field), getattr(built_in, field)
-            if ours != theirs:
-                return f"{field} is {_shown(ours)} and SGLang's kernel only has {_shown(theirs)}"
-        return None
+            known = " or ".join(shown(getattr(preset, name)) for preset in presets)
+            return f"{name} is {shown(getattr(recipe, name))} and SGLang's kernels only have {known}"
+        return fixed_refusal(recipe, {field: getattr(built_in, field) for field in BUILT_IN[step]}, "SGLang's kernel")
 
     def _topk_refusal(self, k: int) -> str | None:
         if self.topk_version == "v2" and k not in V2_K:
@@ -250,14 +239,8 @@ def _sglang() -> Any:
     return import_module(MODULE)
 
 
-def _present(package: str) -> bool:
-    if package in sys.modules:
-        return sys.modules[package] is not None
-    return find_spec(package) is not None
-
-
 def _cannot_compile() -> str | None:
-    if not _present("tvm_ffi"):
+    if not present("tvm_ffi"):
         return "package tvm_ffi is missing, SGLang loads its kernels with it: pip install apache-tvm-ffi"
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     if shutil.which("nvcc") is None and not os.access(os.path.join(home, "bin", "nvcc"), os.X_OK):
@@ -265,16 +248,9 @@ def _cannot_compile() -> str | None:
     return None
 
 
-def _shown(value: Any) -> str:
-    # only a format has a short form
-    return str(value) if isinstance(value, Format) else repr(value)
-
-
-def _angles(recipe: Recipe, side: str, length: int, device: torch.device) -> Tensor:
+def _angles(recipe: Recipe, side: Literal["q", "k"], length: int, device: torch.device) -> Tensor:
     """complex64 [length, 32]: cos + i sin of each token position."""
-    theta, yarn, mscale = (getattr(recipe, f"{side}_{name}") for name in ("theta", "yarn", "mscale"))
-    table = rope_table(torch.arange(length), inverse_frequencies(theta, recipe.rope_dims, yarn))
-    return torch.complex(*(through(t * mscale, recipe.round_rope_table) for t in table)).to(device)
+    return torch.complex(*angle_table(recipe, side, torch.arange(length))).to(device)
 
 
 def _aligned(scores: Tensor) -> Tensor:

@@ -7,22 +7,20 @@ emulation; everything after them runs in kernels. What the kernels have no optio
 from __future__ import annotations
 
 import os
-from importlib.metadata import version as package_version
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..formats import Format
+from ..packages import installed_version, present
 from ..pipeline import Pipeline
 from ..recipe import Recipe, Rounding
 from ..refimpl import IndexerConfig
 from ..refimpl.compressor import WINDOW
-from ..refimpl.rotation import inverse_frequencies, rope_table
-from ..stages import through
+from ..stages import angle_table, entry_positions
 from ..version import __version__
-from .base import STEPS, KeyCache
+from .base import STEPS, KeyCache, fixed_refusal
 from .emulated import shuffled_slots
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ class TritonKernels:
 
     def unavailable(self, device: str) -> str | None:
         """None on CUDA, or interpreted (very slow) where TRITON_INTERPRET=1 is set."""
-        if find_spec("triton") is None:
+        if not present("triton"):
             return "package triton is missing: pip install triton"
         if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             return "needs a CUDA device (or TRITON_INTERPRET=1 set beforehand, which is very slow)"
@@ -45,13 +43,13 @@ class TritonKernels:
 
     def version(self) -> str | None:
         """Version of this package and of the compiler."""
-        return f"{__version__} (triton {package_version('triton')})" if find_spec("triton") else None
+        compiler = installed_version("triton")
+        return f"{__version__} (triton {compiler})" if compiler else None
 
     def refusal(self, step: str, recipe: Recipe, config: IndexerConfig) -> str | None:
         """Compare the fields that the step reads with what its kernel can do."""
-        for field, value in FIXED[step].items():
-            if getattr(recipe, field) != value:
-                return f"{field} is {getattr(recipe, field)!r} and the kernel only has {value!r}"
+        if reason := fixed_refusal(recipe, FIXED[step]):
+            return reason
         if config.index_head_dim != 128 or config.index_n_heads % 16:
             return f"{config.index_n_heads} heads of {config.index_head_dim}, the kernels need 16, 32, ... heads of 128"
         try:
@@ -91,7 +89,7 @@ class TritonKernels:
         return kernels.quantise_query(
             pipeline.stage(recipe, "q").contiguous(),
             pipeline.stage(recipe, "gate_gemm"),
-            *self._angles(recipe, "q", pipeline.queries, pipeline.call.x.device),
+            *_angles(recipe, "q", pipeline.queries, pipeline.call.x.device),
             gate_scale=pipeline.call.config.gate_scale,
             hadamard=recipe.q_hadamard,
             fp4_step=recipe.q_fp4,
@@ -108,11 +106,11 @@ class TritonKernels:
         kv, gate = (t.contiguous() for t in pipeline.stage(recipe, "kv_gate").chunk(2, dim=1))
         entry = torch.arange(call.x.shape[0] // WINDOW, device=device)
         table, slots = shuffled_slots(len(entry), device)
-        position = {"first": WINDOW * entry, "last": WINDOW * entry + WINDOW - 1, "index": entry}[recipe.k_position]
+        position = entry_positions(recipe, entry)
         form = kernel_format(recipe.k_format)
         pages = kernels.allocate_pages(form["fmt"], table.shape[1], device)
         kernels.store_key(
-            kv, gate, call.weights.ape.float(), call.weights.norm.float(), *self._angles(recipe, "k", position, device),
+            kv, gate, call.weights.ape.float(), call.weights.norm.float(), *_angles(recipe, "k", position, device),
             (WINDOW * entry).to(torch.int32), entry.to(torch.int32), slots, pages,
             eps=recipe.eps, hadamard=recipe.k_hadamard, fp4_step=recipe.k_fp4,
             round_bf16=bf16_stages(
@@ -123,11 +121,10 @@ class TritonKernels:
         )  # fmt: skip
         return KeyCache(pages=pages, block_table=table, slots=slots, fmt=form["fmt"])
 
-    def _angles(self, recipe: Recipe, side: str, position: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        theta, yarn, mscale = (getattr(recipe, f"{side}_{name}") for name in ("theta", "yarn", "mscale"))
-        table = rope_table(position, inverse_frequencies(theta, recipe.rope_dims, yarn))
-        cos, sin = (through(t * mscale, recipe.round_rope_table).to(device) for t in table)
-        return cos, sin
+
+def _angles(recipe: Recipe, side: Literal["q", "k"], position: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    cos, sin = angle_table(recipe, side, position)
+    return cos.to(device), sin.to(device)
 
 
 FIXED: dict[str, dict[str, Any]] = {

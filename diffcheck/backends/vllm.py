@@ -20,10 +20,6 @@ is another recipe, so only Hopper is supported.
 from __future__ import annotations
 
 import inspect
-import sys
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as package_version
-from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +27,11 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
+from ..packages import installed_version, present
 from ..pipeline import Pipeline
 from ..recipe import Recipe
 from ..refimpl import IndexerConfig
-from .base import KeyCache
+from .base import KeyCache, fixed_refusal
 from .deep_gemm import import_or_explain, logits_refusal, score_rows
 from .emulated import shuffled_slots
 
@@ -84,8 +81,8 @@ class VllmKernels:
 
     def unavailable(self, device: str) -> str | None:
         """None on a Hopper GPU where vLLM has the functions and finds DeepGEMM."""
-        if "vllm" not in sys.modules and find_spec("vllm") is None:
-            return "package vllm is missing: pip install vllm"
+        if not present(PACKAGE):
+            return f"package {PACKAGE} is missing: {INSTALL}"
         if device != "cuda":
             return "needs a CUDA device"
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
@@ -101,10 +98,7 @@ class VllmKernels:
 
     def version(self) -> str | None:
         """Version of vLLM; it is not imported."""
-        try:
-            return package_version(PACKAGE)
-        except PackageNotFoundError:
-            return None
+        return installed_version(PACKAGE)
 
     def refusal(self, step: str, recipe: Recipe, config: IndexerConfig) -> str | None:
         """Everything but vLLM's own recipe on the key side, DeepGEMM's logits and the usual selection."""
@@ -112,9 +106,8 @@ class VllmKernels:
             return "vLLM has no public kernel for this step"
         if step == "logits":
             return logits_refusal(recipe, config)
-        for field, value in FIXED[step].items():
-            if getattr(recipe, field) != value:
-                return f"{field} is {_shown(getattr(recipe, field))} and the kernel only has {_shown(value)}"
+        if reason := fixed_refusal(recipe, FIXED[step]):
+            return reason
         if step == "keys" and config.index_head_dim != 128:
             return f"head dim {config.index_head_dim}, the kernel needs 128"
         if step == "topk" and recipe.k > LARGEST_K:
@@ -137,10 +130,6 @@ class VllmKernels:
                 kv_cache_dtype=KEY_FORMAT.scale,
             )
         return KeyCache(pages=pages, block_table=table, slots=slots, fmt="e4m3")
-
-    def quantise_queries(self, pipeline: Pipeline, recipe: Recipe) -> QuantisedQuery:
-        """Not a step of this package."""
-        raise NotImplementedError
 
     def paged_logits(self, query: QuantisedQuery, cache: KeyCache, visible: Tensor) -> Tensor:
         """DeepGEMM's decode kernel through vLLM, every query row as a request of its own."""
@@ -199,7 +188,3 @@ def load_module(name: str) -> ModuleType:
         if lacking:
             raise ImportError(f"{name}.{function} has no {', '.join(sorted(lacking))}: {INSTALL}")
     return module
-
-
-def _shown(value: Any) -> str:
-    return str(value) if isinstance(value, Format) else repr(value)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from diffcheck import Format, Recipe, kernels
+from diffcheck import Format, Recipe, kernels, packages
 from diffcheck.backends import Chain, EmulatedKernels, sglang
 from diffcheck.backends.emulated import encode
 from diffcheck.backends.sglang import SglangKernels
@@ -365,7 +365,7 @@ def test_presets_of_other_engines_are_refused(config):
 def test_unavailable_without_the_package(monkeypatch):
     for name in [n for n in sys.modules if n.split(".")[0] == "sglang"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sglang, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
     assert SglangKernels().unavailable("cpu") == "package sglang is missing: pip install sglang"
     assert SglangKernels().unavailable("cuda") == "package sglang is missing: pip install sglang"
 
@@ -391,7 +391,7 @@ def test_unavailable_without_a_compiler(fake, monkeypatch):
     monkeypatch.setattr(sglang.os, "access", lambda path, mode: False)
     assert "nvcc is missing" in SglangKernels().unavailable("cuda")
     monkeypatch.delitem(sys.modules, "tvm_ffi")
-    monkeypatch.setattr(sglang, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
     assert "pip install apache-tvm-ffi" in SglangKernels().unavailable("cuda")
 
 
@@ -399,14 +399,14 @@ def test_versions(fake, monkeypatch):
     def absent(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(sglang, "package_version", lambda name: "0.5.23")
+    monkeypatch.setattr(packages, "version", lambda name: "0.5.23")
     assert SglangKernels().version() == "0.5.23"
-    monkeypatch.setattr(sglang, "package_version", absent)
+    monkeypatch.setattr(packages, "version", absent)
     assert SglangKernels().version() == "unknown (importable without metadata)"
     monkeypatch.delitem(sys.modules, "sglang")
-    monkeypatch.setattr(sglang, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(packages, "find_spec", lambda name: SimpleNamespace())
     assert SglangKernels().version() == "unknown (importable without metadata)"
-    monkeypatch.setattr(sglang, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
     assert SglangKernels().version() is None
 
 
