@@ -102,19 +102,16 @@ class Problem:
         keys = codes.view(torch.float8_e4m3fn) if fmt == "e4m3" else codes
         scales = None if parts[0][1] is None else torch.cat([s for _, s in parts if s is not None])
         visible = shape.visible().cuda()
-        if shape.kind == "prefill":
-            return Problem(
-                shape=shape, fmt=fmt, query=query, keys=keys, key_scales=scales, pages=None, block_table=None,
-                visible=visible,
-            )  # fmt: skip
-        per_request = -(-shape.entries // kernels.ENTRIES_PER_PAGE)
-        table = torch.randperm(shape.rows * per_request, device="cuda", generator=generator).to(torch.int32)
-        table = table.view(shape.rows, per_request)
-        entry = torch.arange(shape.entries, device="cuda")
-        slots = table[:, entry // kernels.ENTRIES_PER_PAGE].long() * kernels.ENTRIES_PER_PAGE
-        slots = (slots + entry % kernels.ENTRIES_PER_PAGE).flatten()
-        pages = kernels.allocate_pages(fmt, table.numel(), "cuda")
-        kernels.write_entries(pages, fmt, slots, keys, scales)
+        pages = table = None
+        if shape.kind == "decode":
+            per_request = -(-shape.entries // kernels.ENTRIES_PER_PAGE)
+            table = torch.randperm(shape.rows * per_request, device="cuda", generator=generator).to(torch.int32)
+            table = table.view(shape.rows, per_request)
+            entry = torch.arange(shape.entries, device="cuda")
+            slots = table[:, entry // kernels.ENTRIES_PER_PAGE].long() * kernels.ENTRIES_PER_PAGE
+            slots = (slots + entry % kernels.ENTRIES_PER_PAGE).flatten()
+            pages = kernels.allocate_pages(fmt, table.numel(), "cuda")
+            kernels.write_entries(pages, fmt, slots, keys, scales)
         return Problem(
             shape=shape, fmt=fmt, query=query, keys=keys, key_scales=scales, pages=pages, block_table=table,
             visible=visible,
@@ -186,9 +183,10 @@ def _run_triton_fast(p: Problem) -> Tensor:
 
 def _run_deep_gemm(p: Problem) -> Tensor:
     """DeepGEMM's own functions without the adapter's masking, which would be timed with them."""
-    import deep_gemm  # type: ignore[import-not-found]
-
     from . import kernels
+    from .backends.deep_gemm import as_tensor, load_package
+
+    deep_gemm = load_package()
 
     if p.fmt != "e4m3":
         raise ValueError("DeepGEMM has logits for e4m3 keys only on this GPU")
@@ -196,13 +194,13 @@ def _run_deep_gemm(p: Problem) -> Tensor:
     if p.pages is None or p.block_table is None:
         start = torch.zeros_like(visible)
         result = deep_gemm.fp8_mqa_logits(p.query.codes, (p.keys, p.key_scales), gate, start, visible, False)
-        return torch.as_tensor(result)
+        return as_tensor(result)
     cache = p.pages.view(len(p.pages), kernels.ENTRIES_PER_PAGE, 1, -1)
     lengths = visible[:, None].contiguous()
     plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, kernels.ENTRIES_PER_PAGE, deep_gemm.get_num_sms())
     codes = p.query.codes[:, None]
     result = deep_gemm.fp8_paged_mqa_logits(codes, cache, gate, lengths, p.block_table, plan, p.shape.entries, False)
-    return torch.as_tensor(result)
+    return as_tensor(result)
 
 
 def milliseconds(calls: list[Callable[[], object]]) -> tuple[float, float]:

@@ -57,8 +57,7 @@ class Targets:
         visible = visible_entries(pipeline.queries)
         row_of = {int(position): row for row, position in enumerate(pipeline.queries.tolist())}
         rows = torch.tensor([row_of[n.query] for n in needles], dtype=torch.int64, device=scores.device)
-        spans = [ranks.needle_entries(n.first_token, n.last_token) for n in needles]
-        spans = [range(s.start, min(s.stop, scores.shape[1])) for s in spans]
+        spans = [range(n.entries.start, min(n.entries.stop, scores.shape[1])) for n in needles]
         found = ranks.needles(scores=scores[rows], selected=topk[rows], visible=visible[rows], spans=spans)
         return Targets(
             reference=reference,
@@ -91,9 +90,11 @@ def compare(pipeline: Pipeline, recipe: Recipe, deployed: Trace, targets: Target
         "vacuous": rows.vacuous,
         "discarded": None if rows.visible is None else 1 - t.k / rows.visible,
     }
-    result |= _overlaps(selected, t.topk, t.scores, t, "")
-    result |= _overlaps(selected, t.ideal_topk, t.ideal_scores, t, "_ideal")
-    own = _overlaps(selected, emulated_topk, emulated_scores, t, "")
+    result |= _overlaps(selected, t.topk, t.scores, t)
+    result |= _interval(selected, t)
+    ideal = _overlaps(selected, t.ideal_topk, t.ideal_scores, t)
+    result |= {f"{name}_ideal": value for name, value in ideal.items()}
+    own = _overlaps(selected, emulated_topk, emulated_scores, t)
     result |= {"jaccard_kernel": own["jaccard"], "jaccard_tied_kernel": own["jaccard_tied"]}
     lost = metrics.misses(
         selected=selected,
@@ -131,17 +132,21 @@ def compare(pipeline: Pipeline, recipe: Recipe, deployed: Trace, targets: Target
     return result
 
 
-def _overlaps(selected: Tensor, target: Tensor, target_scores: Tensor, t: Targets, suffix: str) -> dict[str, Any]:
+def _overlaps(selected: Tensor, target: Tensor, target_scores: Tensor, t: Targets) -> dict[str, Any]:
     entries = target_scores.shape[1]
     plain = metrics.overlap(selected=selected, target_selected=target, entries=entries, visible=t.visible, k=t.k)
     tied = metrics.tied_overlap(selected=selected, target_scores=target_scores, visible=t.visible, k=t.k)
-    out: dict[str, Any] = asdict(plain) | asdict(tied)
+    return asdict(plain) | asdict(tied)
+
+
+def _interval(selected: Tensor, t: Targets) -> dict[str, Any]:
+    """Bootstrap interval of the Jaccard with the reference; nothing where no row counts."""
     counted = metrics.counted_rows(t.visible, t.k)
-    if suffix == "" and bool(counted.any()):
-        per_row = metrics.jaccards(selected=selected, target_selected=target, entries=entries)[counted]
-        interval = bootstrap(per_row.cpu().numpy(), groups=resampling_groups(len(per_row)))
-        out["jaccard_ci"] = interval.ci if interval else None
-    return {name + suffix: value for name, value in out.items()}
+    if not bool(counted.any()):
+        return {}
+    per_row = metrics.jaccards(selected=selected, target_selected=t.topk, entries=t.scores.shape[1])[counted]
+    interval = bootstrap(per_row.cpu().numpy(), groups=resampling_groups(len(per_row)))
+    return {"jaccard_ci": interval.ci if interval else None}
 
 
 def _needles(scores: Tensor, selected: Tensor, t: Targets) -> dict[str, Any]:

@@ -64,16 +64,13 @@ class Plan:
     length: int
     source: str
     notes: list[str]
+    bytes_to_read: int
+    """Bytes of weights that the run reads."""
 
     @property
     def queries(self) -> int:
         """How many query rows are compared, unless there are more needles."""
         return min(self.options.queries or DEFAULT_QUERIES, self.length)
-
-    @property
-    def bytes_to_read(self) -> int:
-        """Bytes of weights that the run reads."""
-        return sum(self.checkpoint.bytes_needed(layer) for layer in self.layers)
 
 
 def plan(options: Options) -> Plan:
@@ -118,12 +115,12 @@ def plan(options: Options) -> Plan:
         check_needle_options(checkpoint.config, length, options.needle_depth, options.needle_strength)
     if options.queries is not None and options.queries > length:
         raise InputError(f"--queries: {options.queries} for {length} tokens, expected at most one a token")
-    result = Plan(
+    # reads the headers, which checks every tensor's name, type and shape
+    bytes_to_read = sum(checkpoint.bytes_needed(layer) for layer in layers)
+    return Plan(
         options=options, checkpoint=checkpoint, layers=layers, cases=cases, device=device, backend=backend,
-        inputs=inputs, length=length, source=source, notes=notes,
+        inputs=inputs, length=length, source=source, notes=notes, bytes_to_read=bytes_to_read,
     )  # fmt: skip
-    assert result.bytes_to_read > 0, "reading the headers checks every tensor's name, type and shape"
-    return result
 
 
 def device_of(name: str) -> str:

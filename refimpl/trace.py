@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,10 +126,23 @@ def save_traces(path: str | Path, traces: list[Trace]) -> None:
     save_file(tensors, str(path), metadata=metadata)
 
 
-def load_traces(path: str | Path, layers: list[int] | None = None) -> dict[int, Trace]:
-    """Traces by layer number; only the tensors of `layers` (all by default) are read.
+@dataclass(frozen=True, slots=True)
+class TraceFile:
+    """An open trace file: `layers` has the key of each tensor by layer and name, `shared` the keys of the others."""
 
-    Raises InputError when the file is absent, no safetensors file, of an unknown schema, or lacks a layer.
+    file: Any
+    metadata: dict[str, str]
+    start: int
+    layers: dict[int, dict[str, str]]
+    shared: tuple[str, ...]
+
+
+@contextmanager
+def open_trace(path: str | Path) -> Iterator[TraceFile]:
+    """Open a trace file without reading a tensor.
+
+    Raises InputError when the file is absent, no safetensors file, of an unknown schema, or (also inside the `with`)
+    not readable after all.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -138,26 +153,42 @@ def load_traces(path: str | Path, layers: list[int] | None = None) -> dict[int, 
             metadata: dict[str, str] = file.metadata() or {}
             if metadata.get("schema") != SCHEMA:
                 raise InputError(f"{path}: schema is {metadata.get('schema')!r}, expected {SCHEMA!r}")
-            names = list(file.keys())
-            matches = {name: _LAYER_NAME.fullmatch(name) for name in names}
-            present = sorted({int(m[1]) for m in matches.values() if m})
-            wanted = present if layers is None else layers
-            missing = sorted(set(wanted) - set(present))
-            if missing or not present:
-                raise InputError(
-                    f"{path}: has no layer {missing or ''}, expected tensors named layers.N.*; it holds {present}"
-                )
-            shared = {name: file.get_tensor(name) for name, m in matches.items() if m is None}
-            grouped: dict[int, dict[str, Any]] = {layer: {} for layer in wanted}
-            for name, match in matches.items():
-                if match and int(match[1]) in grouped:
-                    grouped[int(match[1])][match[2]] = file.get_tensor(name)
+            text = metadata.get("start_position", "0")
+            if not text.isdecimal():
+                raise InputError(f"{path}: start_position is {text!r}, expected a number of tokens")
+            layers: dict[int, dict[str, str]] = {}
+            shared = []
+            for key in file.keys():  # noqa: SIM118 - the file is no mapping
+                if match := _LAYER_NAME.fullmatch(key):
+                    layers.setdefault(int(match[1]), {})[match[2]] = key
+                else:
+                    shared.append(key)
+            yield TraceFile(file, metadata, int(text), layers, tuple(shared))
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path}: not readable as safetensors ({error})") from None
-    text = metadata.get("start_position", "0")
-    if not text.isdecimal():
-        raise InputError(f"{path}: start_position is {text!r}, expected a number of tokens")
-    return {
-        layer: Trace(tensors, layer=layer, start=int(text), shared=shared, metadata=metadata)
-        for layer, tensors in grouped.items()
-    }
+
+
+def load_traces(path: str | Path, layers: list[int] | None = None) -> dict[int, Trace]:
+    """Traces by layer number; only the tensors of `layers` (all by default) are read.
+
+    Raises InputError as `open_trace`, and when the file lacks a layer.
+    """
+    with open_trace(path) as opened:
+        present, read = sorted(opened.layers), opened.file.get_tensor
+        wanted = present if layers is None else layers
+        missing = sorted(set(wanted) - set(present))
+        if missing or not present:
+            raise InputError(
+                f"{path}: has no layer {missing or ''}, expected tensors named layers.N.*; it holds {present}"
+            )
+        shared = {key: read(key) for key in opened.shared}
+        return {
+            layer: Trace(
+                {name: read(key) for name, key in opened.layers[layer].items()},
+                layer=layer,
+                start=opened.start,
+                shared=shared,
+                metadata=opened.metadata,
+            )
+            for layer in wanted
+        }

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ranks import needle_entries
 from ..refimpl.compressor import WINDOW
 from ..refimpl.config import IndexerConfig
 from ..refimpl.errors import InputError
 from ..refimpl.scoring import visible_entries
-from ..refimpl.trace import SCHEMA
+from ..refimpl.trace import TraceFile, open_trace
 
 DEFAULT_NEEDLE_TOKENS = 5
 """Length of a record whose trace does not say: the shortest one, a marker, a key of two tokens, a value of
@@ -46,7 +47,7 @@ class Needle:
     @property
     def entries(self) -> range:
         """Entries whose own window holds one of the record's tokens."""
-        return range(self.first_token // WINDOW, self.last_token // WINDOW + 1)
+        return needle_entries(self.first_token, self.last_token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,34 +89,20 @@ def load_inputs(
     qr holds NaN or inf; when needle tensors are incomplete, of different length or out of range; when it
     holds several requests.
     """
-    from safetensors import SafetensorError, safe_open
-
     path = Path(path)
-    if not path.is_file():
-        raise InputError(f"{path}: no such file, expected a trace (safetensors)")
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            return _load(path, file, config, layers, strict, needle_tokens)
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path}: not readable as safetensors ({error})") from None
+    with open_trace(path) as opened:
+        return _load(path, opened, config, layers, strict, needle_tokens)
 
 
 def _load(
     path: Path,
-    file: Any,
+    opened: TraceFile,
     config: IndexerConfig,
     layers: Sequence[int] | None,
     strict: bool,
     needle_tokens: int,
 ) -> dict[int, LayerInputs]:
-    metadata: dict[str, str] = file.metadata() or {}
-    if metadata.get("schema") != SCHEMA:
-        raise InputError(f"{path}: schema is {metadata.get('schema')!r}, expected {SCHEMA!r}")
-    start_text = metadata.get("start_position", "0")
-    if not start_text.isdecimal():
-        raise InputError(f"{path}: start_position is {start_text!r}, expected a number of tokens")
-    start, names = int(start_text), set(file.keys())
-    present = {int(parts[1]) for parts in (n.split(".", 2) for n in names) if len(parts) == 3 and parts[1].isdecimal()}
+    file, start, names, present = opened.file, opened.start, set(opened.file.keys()), set(opened.layers)
     wanted = sorted(present if layers is None else set(layers))
     if layers is not None and not strict:
         _check_indexer(path, config, sorted(present))
@@ -140,7 +127,7 @@ def _load(
             qr=qr,
             start=start,
             needles=needles,
-            source=metadata.get("source", ""),
+            source=opened.metadata.get("source", ""),
             notes=tuple(notes),
         )
     return loaded
