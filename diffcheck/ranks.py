@@ -34,9 +34,9 @@ from .metrics import (
     ordering_keys,
     selected_keys,
 )
+from .refimpl.compressor import WINDOW
 from .statistics import bootstrap, resampling_groups
 
-TOKENS_PER_ENTRY = 4
 BIN_EDGES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.5)
 
 
@@ -76,7 +76,7 @@ def needle_entries(first_token: int, last_token: int) -> range:
     """Give the entries whose own window holds one of the tokens first_token … last_token, both included."""
     if not 0 <= first_token <= last_token:
         raise ValueError(f"tokens {first_token} to {last_token} are no needle")
-    return range(first_token // TOKENS_PER_ENTRY, last_token // TOKENS_PER_ENTRY + 1)
+    return range(first_token // WINDOW, last_token // WINDOW + 1)
 
 
 def needles(*, scores: Tensor, selected: Tensor, visible: Tensor, spans: Sequence[range]) -> Needles:
