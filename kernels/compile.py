@@ -23,15 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from . import prefill
-from .logits import (
-    KEYS_PER_TILE,
-    PREFILL_ROWS,
-    QUERY_FORMATS_OF,
-    WARPS,
-    head_tile,
-    paged_logits_kernel,
-    ragged_logits_kernel,
-)
+from .fill import COLUMNS as FILL_COLUMNS
+from .fill import fill_outside_kernel
+from .logits import QUERY_FORMATS_OF
+from .plain_logits import KEYS_PER_TILE, PREFILL_ROWS, head_tile, paged_logits_kernel, ragged_logits_kernel
 from .prefill import prefill_logits_kernel
 from .quantise_query import ROWS as QUERY_ROWS
 from .quantise_query import quantise_query_kernel
@@ -39,6 +34,7 @@ from .rounding import INTERPRETED
 from .store_key import ROWS as KEY_ROWS
 from .store_key import store_key_kernel
 from .topk import COLUMNS, topk_kernel
+from .tuning import PLAIN, SM90
 
 ARCHITECTURES = (90, 100, 120)
 """Compute capabilities times ten."""
@@ -61,6 +57,7 @@ class Case:
     constants: dict[str, Any]
     options: dict[str, Any]
     """num_warps may be a dict by major compute capability."""
+    architectures: Sequence[int] = ARCHITECTURES
 
     def options_for(self, architecture: int) -> dict[str, Any]:
         """Launch options on one architecture."""
@@ -144,35 +141,48 @@ def cases() -> list[Case]:
                     Case(
                         name=f"paged_logits {q_fmt} x {fmt} next_n {next_n}",
                         kernel=paged_logits_kernel,
-                        types=[*query, pointer[fmt], scales, "*i32", "*i32", "*fp32"] + ["i32"] * 6,
+                        types=[*query, pointer[fmt], scales, "*i32", "*i32", "*fp32"] + ["i32"] * 7,
                         constants=constants | {"NEXT_N": next_n},
-                        options={"num_warps": WARPS[fmt]},
+                        options={"num_warps": {major: table.warps[fmt] for major, table in PLAIN.items()}},
                     )
                 )
             listed.append(
                 Case(
                     name=f"ragged_logits {q_fmt} x {fmt}",
                     kernel=ragged_logits_kernel,
-                    types=[*query, pointer[fmt], scales, "*i32", "*i32", "*fp32", "i32", "i32"],
+                    types=[*query, pointer[fmt], scales, "*i32", "*i32", "*fp32", "i32", "i32", "i32"],
                     constants=constants | {"ROWS": PREFILL_ROWS, "KEYS": KEYS_PER_TILE},
-                    options={"num_warps": WARPS[fmt]},
+                    options={"num_warps": {major: table.warps[fmt] for major, table in PLAIN.items()}},
                 )
             )
     listed.append(
         Case(
             name="prefill_logits",
             kernel=prefill_logits_kernel,
-            types=["*u8", "*fp32", "*u8", "*fp32", "*i32", "*i32", "*fp32", "i32", "i32"],
+            types=["*u8", "*fp32", "*u8", "*fp32", "*i32", "*i32", "*fp32", "i32", "i32", "i32"],
             constants={
                 "HEADS": HEADS,
                 "ROWS": prefill.rows_of(HEADS),
                 "KEYS": prefill.KEYS,
-                "TILES": prefill.TILES,
+                "TILES": PLAIN[10].prefill_tiles,
             },
-            options={"num_warps": prefill.WARPS, "num_stages": prefill.STAGES},
+            options={
+                "num_warps": {major: table.prefill_warps for major, table in PLAIN.items()},
+                "num_stages": {major: table.prefill_stages for major, table in PLAIN.items()},
+            },
         )
     )
+    listed += _hopper_cases()
     for starts in (False, True):
+        listed.append(
+            Case(
+                name=f"fill_outside{' starts' if starts else ''}",
+                kernel=fill_outside_kernel,
+                types=["*fp32", "*i32", "*i32", "i32", "i32"],
+                constants={"HAS_START": starts, "COLUMNS": FILL_COLUMNS},
+                options=fast,
+            )
+        )
         listed.append(
             Case(
                 name=f"topk{' starts' if starts else ''}",
@@ -182,6 +192,58 @@ def cases() -> list[Case]:
                 options=fast,
             )
         )
+    return listed
+
+
+def _hopper_cases() -> list[Case]:
+    """The Gluon kernels, for sm_90 only; they are imported here because an interpreting process cannot."""
+    if INTERPRETED.value:
+        return []
+    from . import hopper_decode, hopper_prefill
+
+    def descriptor(dtype: str, rows: int, columns: int, layout: Any) -> str:
+        swizzle, width = layout.swizzle_byte_width, layout.element_bitwidth
+        shared = f"NVMMASharedLayout(swizzle_byte_width={swizzle}, element_bitwidth={width}, rank=2)"
+        return f"tensordesc<{dtype}[{rows}, {columns}],{shared}>"
+
+    listed = []
+    for exact in (False, True):
+        keys = descriptor("i32" if exact else "fp8e4nv", 64, 32 if exact else 128, hopper_prefill.KEY_LAYOUTS[exact])
+        for heads in (32, 64):
+            rows = hopper_prefill.rows_of(heads, exact)
+            queries = descriptor("fp8e4nv", rows * heads, 128, hopper_prefill.QUERY_LAYOUT)
+            listed.append(
+                Case(
+                    name=f"prefill_sm90 {heads} heads{' exact' if exact else ''}",
+                    kernel=hopper_prefill.prefill_sm90_kernel,
+                    types=[keys, queries, "*fp8e4nv", "*fp32", "*fp32", "*i32", "*i32", "*fp32"] + ["i32"] * 5,
+                    constants={"HEADS": heads, "ROWS": rows, "SLOTS": SM90.prefill_slots, "EXACT": exact},
+                    options={"num_warps": 4},
+                    architectures=(90,),
+                )
+            )
+    triton_names = {"torch.float8_e4m3fn": "fp8e4nv", "torch.int32": "i32", "torch.bfloat16": "bf16"}
+    pointer = {"e4m3": "*fp8e4nv", "bf16": "*bf16", "e2m1": "*u8"}
+    for name, (dtype, _, columns, layout) in hopper_decode.PAGE_VIEWS.items():
+        fmt = name.split()[0]
+        slots = SM90.decode_slots[name]
+        for q_fmt in QUERY_FORMATS_OF[fmt]:
+            for next_n in (1, 2):
+                limit = SM90.decode_registers[name] if next_n == 1 else None
+                listed.append(
+                    Case(
+                        name=f"decode_sm90 {q_fmt} x {name} next_n {next_n}",
+                        kernel=hopper_decode.decode_sm90_kernel,
+                        types=[descriptor(triton_names[str(dtype)], 64, columns, layout)]
+                        + ["*fp32" if fmt == "e4m3" else "*i32", pointer[q_fmt], "*u8", "*fp32"]
+                        + ["*i32", "*i32", "*fp32"]
+                        + ["i32"] * 5,
+                        constants={"FMT": fmt, "Q_FMT": q_fmt, "EXACT": name.endswith("exact"), "NEXT_N": next_n}
+                        | {"HEADS": HEADS, "SLOTS": slots, "SLOT_BITS": slots.bit_length() - 1, "REQUESTS": 256},
+                        options={"num_warps": 4} | ({} if limit is None else {"maxnreg": limit}),
+                        architectures=(90,),
+                    )
+                )
     return listed
 
 
@@ -196,7 +258,7 @@ def compile_case(case: Case, architecture: int) -> Compiled:
     # what a launch finds for torch tensors: pointers aligned to 16 bytes
     pointers = [name for name in names if signature[name].startswith("*")]
     aligned = {(arguments.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    source = ASTSource(
+    source = _source(case.kernel)(
         case.kernel,
         {name: signature[name] for name in arguments},
         {(arguments.index(name),): value for name, value in case.constants.items()},
@@ -220,13 +282,22 @@ def compile_case(case: Case, architecture: int) -> Compiled:
     )
 
 
+def _source(kernel: Any) -> Any:
+    """How Triton is told about a kernel: Gluon has a source class of its own."""
+    if getattr(kernel, "is_gluon", lambda: False)():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource
+    return ASTSource
+
+
 def main() -> int:
     """Compile every case for every architecture and print one line each; 1 if a kernel spills or fails."""
     bad = 0
     print(f"triton {triton.__version__}")
     print(f"{'kernel':36} {'sm':>4} {'registers':>9} {'spills':>6} {'shared':>7}")
     for case in cases():
-        for architecture in ARCHITECTURES:
+        for architecture in case.architectures:
             try:
                 out = compile_case(case, architecture)
             except Exception as error:  # one failure must not hide the others

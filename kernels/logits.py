@@ -2,139 +2,35 @@
 
     score[row, e] = (sum over heads of gate[row, h] * relu(q[row, h] . k[e])) * key_scale[e]
 
-fp32 throughout after the products, -inf where a row may not look. The dot runs over keys x dims times dims x
-heads, so the keys are the tall side and are loaded once for all rows that share them (speculative rows of one
-request, or a tile of prefill rows). `paged_logits` reads the pages in place through the block table:
-gathering keys first would write them again for every query.
+fp32 throughout after the products, -inf where a row may not look. Three kinds of kernel stand behind one function:
 
-Keys at or beyond every row's length are not read, those beyond one row's length do not reach its result. What
-a dot is made of, `score_tile` says.
+==================  ==========================================  ====================================================
+module              problems                                    accumulation of e4m3 products
+==================  ==========================================  ====================================================
+`plain_logits`      all, on all architectures, interpreted      fp32
+`prefill`           ragged e4m3, exact=False                    as the fp8 instruction leaves it
+`hopper_prefill`    ragged e4m3 on sm_90                        fp32, or as the instruction leaves it (exact=False)
+`hopper_decode`     paged, every format, on sm_90               fp32, or as the instruction leaves it (exact=False)
+==================  ==========================================  ====================================================
+
+The last three write whole tiles and pages; `fill` then puts -inf outside each row's range.
 
 Letters: R rows, B requests, H heads, P pages, N keys, M prefill rows.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from . import plain_logits
 from .checks import check_devices, check_tensor
+from .fill import fill_outside
 from .layout import ENTRIES_PER_PAGE, HEAD_DIM, PageFormat, check_pages, dequantise, page_format, read_entries
 from .prefill import prefill_logits, rows_of
 from .quantise_query import QuantisedQuery
-from .score_tile import load_keys, score_tile
+from .rounding import INTERPRETED
 
 QUERY_FORMATS_OF = {"e4m3": ("e4m3",), "bf16": ("e4m3", "bf16"), "e2m1": ("e2m1",)}
 """Which query formats can be scored against keys of a format: the pairs that deployments use."""
-
-KEYS_PER_TILE = 64
-PREFILL_ROWS = 4
-"""Rows of one ragged program, which share its key tile."""
-WARPS = {"e4m3": 4, "bf16": 4, "e2m1": 8}
-"""Warps of one program by key format; unpacking e2m1 in registers would spill with 4."""
-
-_PAGE = tl.constexpr(ENTRIES_PER_PAGE)
-_MINUS_INF = tl.constexpr(float("-inf"))
-
-
-@triton.jit
-def paged_logits_kernel(
-    q_ptr,
-    q_scales_ptr,
-    gate_ptr,
-    page_values_ptr,
-    page_scales_ptr,
-    block_table_ptr,
-    lengths_ptr,
-    out_ptr,
-    pages,
-    page_values_stride,
-    page_scales_stride,
-    scales_start,
-    table_stride,
-    max_length,
-    FMT: tl.constexpr,
-    Q_FMT: tl.constexpr,
-    NEXT_N: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-):
-    """One program scores one page of one request for its NEXT_N rows."""
-    table_column = tl.program_id(0)
-    request = tl.program_id(1)
-    row_in_page = tl.arange(0, _PAGE)
-    entry = table_column * _PAGE + row_in_page
-    first_row = request.to(tl.int64) * NEXT_N
-
-    longest = tl.load(lengths_ptr + first_row)
-    for j in tl.static_range(1, NEXT_N):
-        longest = tl.maximum(longest, tl.load(lengths_ptr + first_row + j))
-    visible = entry < longest
-    # beyond the longest row, the block table may hold anything
-    used = table_column * _PAGE < longest
-    page = tl.load(block_table_ptr + request.to(tl.int64) * table_stride + table_column, mask=used, other=0).to(
-        tl.int64
-    )
-    known = (page >= 0) & (page < pages)
-    readable = visible & known
-    page = tl.where(known, page, 0)
-
-    VALUES: tl.constexpr = 64 if FMT == "e2m1" else 128
-    SCALES: tl.constexpr = 4 if FMT == "e2m1" else 1
-    offsets = page * page_values_stride + row_in_page * VALUES
-    scale_offsets = page * page_scales_stride + scales_start + row_in_page * SCALES
-    first, second, scale = load_keys(page_values_ptr, offsets, page_scales_ptr, scale_offsets, readable, FMT)
-    for j in range(NEXT_N):
-        row = first_row + j
-        length = tl.load(lengths_ptr + row)
-        score = tl.full((_PAGE,), _MINUS_INF, tl.float32)
-        if table_column * _PAGE < length:
-            score = score_tile(first, second, scale, q_ptr, q_scales_ptr, gate_ptr, row, FMT, Q_FMT, HEADS, HEAD_TILE)
-            score = tl.where(known, score, float("nan"))
-            score = tl.where(entry < length, score, _MINUS_INF)
-        tl.store(out_ptr + row * max_length + entry, score, mask=entry < max_length)
-
-
-@triton.jit
-def ragged_logits_kernel(
-    q_ptr,
-    q_scales_ptr,
-    gate_ptr,
-    keys_ptr,
-    key_scales_ptr,
-    start_ptr,
-    end_ptr,
-    out_ptr,
-    rows,
-    keys,
-    FMT: tl.constexpr,
-    Q_FMT: tl.constexpr,
-    HEADS: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """One program scores KEYS keys for ROWS rows, skipping rows that see none of them."""
-    first_key = tl.program_id(0) * KEYS
-    key = first_key + tl.arange(0, KEYS)
-    VALUES: tl.constexpr = 64 if FMT == "e2m1" else 128
-    SCALES: tl.constexpr = 4 if FMT == "e2m1" else 1
-    key64 = key.to(tl.int64)
-    first, second, scale = load_keys(keys_ptr, key64 * VALUES, key_scales_ptr, key64 * SCALES, key < keys, FMT)
-    for j in range(ROWS):
-        row = tl.program_id(1).to(tl.int64) * ROWS + j
-        if row < rows:
-            start = tl.load(start_ptr + row)
-            end = tl.load(end_ptr + row)
-            score = tl.full((KEYS,), _MINUS_INF, tl.float32)
-            if (start < first_key + KEYS) & (end > first_key):
-                score = score_tile(
-                    first, second, scale, q_ptr, q_scales_ptr, gate_ptr, row, FMT, Q_FMT, HEADS, HEAD_TILE
-                )
-                score = tl.where((key >= start) & (key < end), score, _MINUS_INF)
-            tl.store(out_ptr + row * keys + key, score, mask=key < keys)
 
 
 def paged_logits(
@@ -146,6 +42,9 @@ def paged_logits(
     fmt: str,
     max_length: int,
     next_n: int = 1,
+    exact: bool = True,
+    fill: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Decode scores, fp32 [B * next_n, max_length]; columns at or beyond a row's length are -inf.
 
@@ -154,9 +53,12 @@ def paged_logits(
     e % 64 of page block_table[b, e // 64]. lengths: int32 [R], entries visible to each row.
 
     A page id outside the pool gives NaN for its visible columns and is never followed; ids of pages beyond
-    every row's length are not looked at. Formula: DeepSeek-V3.2-Exp and V4 inference code; DeepGEMM
-    `fp8_paged_mqa_logits`. Raises ValueError for other shapes, dtypes, heads that are no multiple of 16, or a
-    query format that no deployment uses with these pages.
+    every row's length are not looked at. exact=False lets fp8 products be added up by the instruction's narrow
+    accumulator where a kernel has that (DeepGEMM's accuracy). fill=False leaves columns at or beyond a row's length
+    undefined, for a caller whose top-k takes the lengths. out: fp32 [R, max_length] to write to, rows may be strided.
+
+    Formula: DeepSeek-V3.2-Exp and V4 inference code; DeepGEMM `fp8_paged_mqa_logits`. Raises ValueError for other
+    shapes, dtypes, heads that are no multiple of 16, or a query format that no deployment uses with these pages.
     """
     form = page_format(fmt)
     check_pages(pages, form)
@@ -178,33 +80,24 @@ def paged_logits(
         pages=pages,
         block_table=block_table,
         lengths=lengths,
+        out=out,
     )
-    out = torch.empty(rows, max_length, dtype=torch.float32, device=pages.device)
+    result = _output(out, rows, max_length, pages)
     if not rows or not max_length:
-        return out
-    value_view = pages.view(torch.int16) if form.name == "bf16" else pages
-    scale_view = pages.view(torch.float32) if form.name == "e4m3" else pages
-    paged_logits_kernel[(triton.cdiv(max_length, ENTRIES_PER_PAGE), requests)](
-        *_query_arguments(query),
-        value_view,
-        scale_view,
-        block_table,
-        lengths,
-        out,
-        pages.shape[0],
-        value_view.stride(0),
-        scale_view.stride(0),
-        form.scales_offset // scale_view.element_size(),
-        block_table.stride(0),
-        max_length,
-        FMT=form.name,
-        Q_FMT=query.fmt,
-        NEXT_N=next_n,
-        HEADS=heads,
-        HEAD_TILE=head_tile(heads, form.name),
-        num_warps=WARPS[form.name],
-    )
-    return out
+        return result
+    if _hopper(pages):
+        from . import hopper_decode
+
+        if hopper_decode.runs(heads, next_n, requests, pages, form):
+            scales = query.scales if query.scales is not None and query.fmt == "e2m1" else query.codes
+            hopper_decode.decode_sm90(
+                query.codes, scales, query.gate, query.fmt, pages, form, block_table, lengths, result, next_n, exact
+            )
+            if fill:
+                fill_outside(result, None, lengths)
+            return result
+    plain_logits.paged(query, form, pages, block_table, lengths, result, next_n)
+    return result
 
 
 def ragged_logits(
@@ -216,13 +109,15 @@ def ragged_logits(
     *,
     fmt: str,
     exact: bool = True,
+    fill: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Prefill scores, fp32 [M, N]; columns outside [start, end) of a row are -inf.
 
     query: QuantisedQuery of M rows. keys: codes [N, 128] float8_e4m3fn (or uint8) or bfloat16, or packed
     uint8 [N, 64]; key_scales: fp32 [N], None or uint8 [N, 4], as `read_entries` returns them. start, end:
-    int32 [M]; keys of several requests lie one after the other and each row names its own range. exact=False: where
-    `prefill` has a kernel (e4m3 on both sides, heads a power of two up to 256) it is taken, with DeepGEMM's accuracy.
+    int32 [M]; keys of several requests lie one after the other and each row names its own range. exact, fill and out
+    as in `paged_logits`.
 
     Formula: as `paged_logits`; DeepGEMM `fp8_mqa_logits`. Raises ValueError as `paged_logits` does.
     """
@@ -250,30 +145,48 @@ def ragged_logits(
         key_scales=key_scales,
         start=start,
         end=end,
+        out=out,
     )
-    if not exact and form.name == "e4m3" and key_scales is not None and rows and count and rows_of(heads):
-        return prefill_logits(query.codes, query.gate, keys, key_scales, start, end)
-    out = torch.empty(rows, count, dtype=torch.float32, device=keys.device)
+    result = _output(out, rows, count, keys)
     if not rows or not count:
-        return out
-    key_view = keys.view(torch.int16 if form.name == "bf16" else torch.uint8)
-    ragged_logits_kernel[(triton.cdiv(count, KEYS_PER_TILE), triton.cdiv(rows, PREFILL_ROWS))](
-        *_query_arguments(query),
-        key_view,
-        key_view if key_scales is None else key_scales,
-        start,
-        end,
-        out,
-        rows,
-        count,
-        FMT=form.name,
-        Q_FMT=query.fmt,
-        HEADS=heads,
-        HEAD_TILE=head_tile(heads, form.name),
-        ROWS=PREFILL_ROWS,
-        KEYS=KEYS_PER_TILE,
-        num_warps=WARPS[form.name],
-    )
+        return result
+    if form.name == "e4m3" and key_scales is not None:
+        if _hopper(keys) and _aligned(query.codes, keys):
+            from . import hopper_prefill
+
+            if hopper_prefill.rows_of(heads, exact):
+                hopper_prefill.prefill_sm90(query.codes, query.gate, keys, key_scales, start, end, result, exact)
+                if fill:
+                    fill_outside(result, start, end)
+                return result
+        if not exact and rows_of(heads):
+            prefill_logits(query.codes, query.gate, keys, key_scales, start, end, result)
+            if fill:
+                fill_outside(result, start, end)
+            return result
+    plain_logits.ragged(query, form, keys, key_scales, start, end, result)
+    return result
+
+
+def _hopper(tensor: Tensor) -> bool:
+    """Whether the sm_90 kernels can run on a tensor's device."""
+    return not INTERPRETED.value and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] == 9
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether the copy engine can address them."""
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def _output(out: Tensor | None, rows: int, columns: int, like: Tensor) -> Tensor:
+    """`out` checked, or a new fp32 [rows, columns]."""
+    if out is None:
+        return torch.empty(rows, columns, dtype=torch.float32, device=like.device)
+    if out.dtype != torch.float32 or list(out.shape) != [rows, columns] or (columns > 1 and out.stride(1) != 1):
+        raise ValueError(
+            f"out is {out.dtype} {list(out.shape)} with strides {out.stride()}, expected torch.float32 "
+            f"{[rows, columns]} with contiguous rows"
+        )
     return out
 
 
@@ -294,17 +207,6 @@ def _check_query(query: QuantisedQuery, form: PageFormat) -> tuple[int, int]:
             raise ValueError("e2m1 query comes without scales, expected uint8 [rows, heads, 4]")
         check_tensor("query scales", query.scales, torch.uint8, (rows, heads, 4))
     return rows, heads
-
-
-def _query_arguments(query: QuantisedQuery) -> tuple[Tensor, Tensor, Tensor]:
-    codes = query.codes.view(torch.int16 if query.fmt == "bf16" else torch.uint8)
-    scales = query.scales if query.scales is not None and query.fmt == "e2m1" else codes
-    return codes, scales, query.gate
-
-
-def head_tile(heads: int, fmt: str) -> int:
-    """Heads of one dot: the largest power of two that divides them, at most 64."""
-    return min(heads & -heads, 32 if fmt == "e2m1" else 64)
 
 
 def paged_logits_naive(

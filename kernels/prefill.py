@@ -3,11 +3,10 @@
 A prefill chunk reads every key once per block of rows, so the rows are what must stay. One program keeps R rows x H
 heads = 256 columns of queries as one operand of its dots and walks over TILES tiles of 64 keys; each tile is one
 [64, 128] x [128, 256] product, relu, gates, and a sum over the heads of each row by reshaping [keys, R * H] to
-[keys, R, H]. Keys outside the range of every row of the block cost a store of -inf and nothing else.
+[keys, R, H]. Tiles that no row of the block sees are skipped, the others are written whole: the caller fills in -inf.
 
 The products are left in the tensor core's narrow accumulator, so the error is that of DeepGEMM's kernel (calc_diff
-9e-9 on an H200) and not that of `ragged_logits` (3e-15). Adding up every 32 dims outside it costs two thirds of the
-speed: see NOTES.md.
+9e-9 on an H200). This is the kernel of the architectures without one of their own, and what the interpreter runs.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -18,17 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .rounding import INTERPRETED, e4m3_to_fp32
+from .tuning import plain
 
 COLUMNS = 256
 """Rows x heads of one program."""
 KEYS = 64
-TILES = 128
-"""Key tiles that one program walks over."""
-STAGES = 3
-WARPS = {9: 4, 10: 8, 12: 4}
-"""Warps by major compute capability: measured on 9, elsewhere the fewest that compile without spilling."""
-
-_MINUS_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
@@ -42,32 +35,21 @@ def prefill_logits_kernel(
     out_ptr,
     rows,
     keys,
+    out_stride,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One program scores TILES * KEYS keys for ROWS rows."""
-    first_row = tl.program_id(1) * ROWS
+    """One program scores TILES * KEYS keys for ROWS rows; the last rows, which see most, come first."""
+    first_row = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
     row = first_row + tl.arange(0, ROWS)
     real = row < rows
     start = tl.load(start_ptr + row, mask=real, other=2147483647)
     end = tl.load(end_ptr + row, mask=real, other=0)
-    out_row = row.to(tl.int64)[None, :] * keys
-
     begin = tl.program_id(0) * (TILES * KEYS)
-    stop = tl.minimum(begin + TILES * KEYS, keys)
-    # whole tiles that some row sees; empty when low >= high
     low = tl.maximum(tl.min(start, axis=0) // KEYS * KEYS, begin)
-    high = tl.minimum(tl.max(end, axis=0), stop)
-    low = tl.where(low < high, low, stop)
-    high = tl.where(low < high, high, stop)
-
-    tile = tl.arange(0, KEYS)
-    nothing = tl.full((KEYS, ROWS), _MINUS_INF, tl.float32)
-    for at in range(begin, low, KEYS):
-        key = at + tile
-        tl.store(out_ptr + out_row + key[:, None], nothing, mask=real[None, :] & (key < keys)[:, None])
+    high = tl.minimum(tl.max(end, axis=0), tl.minimum(begin + TILES * KEYS, keys))
 
     column = tl.arange(0, ROWS * HEADS)
     held = first_row + column // HEADS < rows
@@ -75,6 +57,8 @@ def prefill_logits_kernel(
     code = tl.load(q_ptr + place[None, :] * 128 + tl.arange(0, 128)[:, None], mask=held[None, :], other=0)
     gate = tl.load(gate_ptr + place, mask=held, other=0.0)[None, :]
     queries = e4m3_to_fp32(code) if INTERPRETED else code.to(tl.float8e4nv, bitcast=True)
+    out_row = row.to(tl.int64)[None, :] * out_stride
+    tile = tl.arange(0, KEYS)
     for at in range(low, high, KEYS):
         key = at + tile
         inside = key < keys
@@ -87,13 +71,7 @@ def prefill_logits_kernel(
             dots = tl.dot(key_code.to(tl.float8e4nv, bitcast=True), queries)
         terms = tl.where(dots <= 0.0, 0.0, dots) * gate
         score = tl.sum(tl.reshape(terms, (KEYS, ROWS, HEADS)), axis=2) * scale[:, None]
-        seen = (key[:, None] >= start[None, :]) & (key[:, None] < end[None, :])
-        score = tl.where(seen, score, _MINUS_INF)
         tl.store(out_ptr + out_row + key[:, None], score, mask=real[None, :] & inside[:, None])
-    first_after = low + tl.cdiv(high - low, KEYS) * KEYS
-    for at in range(first_after, stop, KEYS):
-        key = at + tile
-        tl.store(out_ptr + out_row + key[:, None], nothing, mask=real[None, :] & (key < keys)[:, None])
 
 
 def rows_of(heads: int) -> int:
@@ -101,20 +79,21 @@ def rows_of(heads: int) -> int:
     return COLUMNS // heads if heads <= COLUMNS and COLUMNS % heads == 0 and heads & (heads - 1) == 0 else 0
 
 
-def prefill_logits(codes: Tensor, gate: Tensor, keys: Tensor, key_scales: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    """Scores fp32 [M, N], -inf outside [start, end) of a row; arguments as `ragged_logits` has checked them.
+def prefill_logits(
+    codes: Tensor, gate: Tensor, keys: Tensor, key_scales: Tensor, start: Tensor, end: Tensor, out: Tensor
+) -> None:
+    """Write scores into `out`, fp32 [M, N]: whole tiles, garbage outside [start, end) of a row.
 
     codes: e4m3 [M, H, 128] with H a power of two up to 256; gate fp32 [M, H]; keys e4m3 [N, 128] and key_scales fp32
-    [N]; start, end int32 [M].
+    [N]; start, end int32 [M], as `ragged_logits` has checked them.
     """
     rows, heads = codes.shape[:2]
     count, block = keys.shape[0], rows_of(heads)
     assert block, "the caller checks the number of heads"
-    warps = WARPS.get(torch.cuda.get_device_capability(keys.device)[0], 8) if keys.is_cuda else 4
-    out = torch.empty(rows, count, dtype=torch.float32, device=keys.device)
-    grid = (triton.cdiv(count, TILES * KEYS), triton.cdiv(rows, block))
+    choice = plain(torch.cuda.get_device_capability(keys.device)[0] if keys.is_cuda else 9)
+    grid = (triton.cdiv(count, choice.prefill_tiles * KEYS), triton.cdiv(rows, block))
     prefill_logits_kernel[grid](
-        codes.view(torch.uint8), gate, keys.view(torch.uint8), key_scales, start, end, out, rows, count,
-        HEADS=heads, ROWS=block, KEYS=KEYS, TILES=TILES, num_warps=warps, num_stages=STAGES,
+        codes.view(torch.uint8), gate, keys.view(torch.uint8), key_scales, start, end, out, rows, count, out.stride(0),
+        HEADS=heads, ROWS=block, KEYS=KEYS, TILES=choice.prefill_tiles, num_warps=choice.prefill_warps,
+        num_stages=choice.prefill_stages,
     )  # fmt: skip
-    return out

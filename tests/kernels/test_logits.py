@@ -102,7 +102,7 @@ class Pool:
 
 
 @pytest.mark.parametrize(("q_fmt", "fmt"), PAIRS)
-@pytest.mark.parametrize("heads", [16, 32, 48])
+@pytest.mark.parametrize("heads", [16, 48, 64])
 def test_paged_lengths_and_shuffled_pages(q_fmt, fmt, heads, device):
     lengths = [0, 1, 63, 64, 65, 130]
     pool = Pool(fmt, lengths, device)
@@ -111,18 +111,76 @@ def test_paged_lengths_and_shuffled_pages(q_fmt, fmt, heads, device):
     got = paged_logits(query, pool.pages, pool.block_table, tensor, fmt=fmt, max_length=140)
     assert got.shape == (6, 140)
     assert_scores(f"paged {q_fmt} x {fmt}, {heads} heads", got, pool.wants(query, lengths, 1))
+    fast = paged_logits(query, pool.pages, pool.block_table, tensor, fmt=fmt, max_length=140, exact=False)
+    assert_scores(f"paged {q_fmt} x {fmt}, {heads} heads, not exact", fast, pool.wants(query, lengths, 1))
     naive = paged_logits_naive(query, pool.pages, pool.block_table, tensor, fmt=fmt, max_length=140)
     assert_scores(f"naive {q_fmt} x {fmt}, {heads} heads", naive, pool.wants(query, lengths, 1))
 
 
 @pytest.mark.parametrize(("q_fmt", "fmt"), PAIRS)
-def test_paged_several_rows_of_a_request(q_fmt, fmt, device):
+@pytest.mark.parametrize(("next_n", "heads"), [(3, 16), (2, 64), (4, 32)])
+def test_paged_several_rows_of_a_request(q_fmt, fmt, next_n, heads, device):
     pool = Pool(fmt, [66, 3], device)
-    lengths = [64, 65, 66, 0, 3, 2]
-    query = random_query(q_fmt, 6, 16, device)
+    lengths = [64, 65, 66, 66][:next_n] + [0, 3, 2, 3][:next_n]
+    query = random_query(q_fmt, 2 * next_n, heads, device)
     tensor = torch.tensor(lengths, dtype=torch.int32, device=device)
-    got = paged_logits(query, pool.pages, pool.block_table, tensor, fmt=fmt, max_length=128, next_n=3)
-    assert_scores(f"next_n 3, {q_fmt} x {fmt}", got, pool.wants(query, lengths, 3))
+    for exact in (True, False):
+        got = paged_logits(
+            query, pool.pages, pool.block_table, tensor, fmt=fmt, max_length=128, next_n=next_n, exact=exact
+        )
+        assert_scores(f"next_n {next_n}, {q_fmt} x {fmt}, exact {exact}", got, pool.wants(query, lengths, next_n))
+
+
+@pytest.mark.parametrize(("q_fmt", "fmt"), PAIRS)
+@pytest.mark.parametrize(
+    "requests", [33, pytest.param(300, marks=pytest.mark.gpu), pytest.param(1100, marks=pytest.mark.gpu)]
+)
+def test_many_requests_of_uneven_length(q_fmt, fmt, requests, device):
+    """Every program's share begins and ends somewhere inside a request; requests without entries lie between."""
+    most = 200 if requests == 33 else 900
+    lengths = [0 if n % 5 == 0 else int(n * 37 % most) for n in range(requests)]
+    pool = Pool(fmt, lengths, device)
+    query = random_query(q_fmt, requests, 16 if requests == 33 else 64, device)
+    tensor = torch.tensor(lengths, dtype=torch.int32, device=device)
+    got = paged_logits(query, pool.pages, pool.block_table, tensor, fmt=fmt, max_length=most)
+    assert_scores(f"{requests} requests, {q_fmt} x {fmt}", got, pool.wants(query, lengths, 1))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize("fmt", PAGE_FORMATS)
+def test_given_output_with_strided_rows(fmt, fill, exact, device):
+    """The visible columns of a poisoned buffer are all written, and nothing is written beside the buffer."""
+    lengths, columns = [0, 1, 70, 129], 150
+    pool = Pool(fmt, lengths, device)
+    query = random_query(QUERY_FORMATS_OF[fmt][0], 4, 64, device)
+    tensor = torch.tensor(lengths, dtype=torch.int32, device=device)
+    codes, scales = (None if t is None else t.to(device) for t in random_codes(fmt, columns))
+    first = torch.tensor([0, 5, 64, 149], dtype=torch.int32, device=device)
+    last = torch.tensor([150, 5, 66, 150], dtype=torch.int32, device=device)
+
+    def paged(**how):
+        return paged_logits(
+            query, pool.pages, pool.block_table, tensor, fmt=fmt, max_length=columns, exact=exact, **how
+        )  # fmt: skip
+
+    def ragged(**how):
+        return ragged_logits(query, codes, scales, first, last, fmt=fmt, exact=exact, **how)
+
+    for run, start, end in ((paged, torch.zeros_like(tensor), tensor), (ragged, first, last)):
+        want = run()
+        wide = torch.full((4, columns + 7), torch.nan, device=device)
+        got = run(out=wide[:, 3 : 3 + columns], fill=fill)
+        assert got.data_ptr() == wide[:, 3:].data_ptr()
+        assert wide[:, :3].isnan().all()
+        assert wide[:, 3 + columns :].isnan().all()
+        column = torch.arange(columns, device=device)
+        seen = (column >= start[:, None]) & (column < end[:, None])
+        if fill:
+            seen = torch.ones_like(seen)
+        assert torch.equal(got[seen], want[seen])
+    with pytest.raises(ValueError, match=r"expected torch\.float32"):
+        paged(out=wide)
 
 
 @pytest.mark.parametrize("fmt", PAGE_FORMATS)
@@ -268,13 +326,14 @@ def test_errors_name_what_was_found(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("q_fmt", "fmt"), PAIRS)
-def test_flash_shapes(q_fmt, fmt, device):
-    """64 heads, 8192 entries and more, pages whose byte offset passes 2^31, two rows a request, 20 reruns."""
+@pytest.mark.parametrize("offset", [2**31, 2**32])
+def test_flash_shapes(q_fmt, fmt, offset, device):
+    """64 heads, 8192 entries and more, pages beyond 2^31 and 2^32 bytes, two rows a request, 20 reruns."""
     counts = [8192, 12345, 1]
-    total = 2**31 // PAGE_FORMATS[fmt].page_bytes + 400
+    total = offset // PAGE_FORMATS[fmt].page_bytes + 400
     pages = torch.full((total, PAGE_FORMATS[fmt].page_bytes), 0xFF, dtype=torch.uint8, device=device)
     pool = Pool(fmt, counts, device, first_page=total - 360, pages=pages)
-    assert int(pool.block_table[0, 0]) * PAGE_FORMATS[fmt].page_bytes > 2**31
+    assert int(pool.block_table[0, 0]) * PAGE_FORMATS[fmt].page_bytes > offset
     lengths = [8191, 8192, 12345, 12000, 0, 1]
     query = random_query(q_fmt, 6, 64, device)
     tensor = torch.tensor(lengths, dtype=torch.int32, device=device)

@@ -5,7 +5,7 @@ import torch
 
 from diffcheck.backends.emulated import encode
 from diffcheck.formats import Format
-from diffcheck.kernels import QuantisedQuery, prefill, ragged_logits, ragged_logits_naive
+from diffcheck.kernels import QuantisedQuery, prefill, ragged_logits, ragged_logits_naive, tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -45,7 +45,7 @@ def test_ranges(heads, keys, device):
 
 
 def test_more_keys_than_a_program_walks_over(device):
-    keys = prefill.TILES * prefill.KEYS + 70
+    keys = tuning.PLAIN[9].prefill_tiles * prefill.KEYS + 70
     query, codes, scales = problem(2, 64, keys, device)
     compare(query, codes, scales, [10, keys - 90], [20, keys - 1])
     compare(query, codes, scales, [0, 0], [0, 0])

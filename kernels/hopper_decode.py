@@ -1,0 +1,263 @@
+"""decode_sm90: queries of a decode step against cache pages on Hopper, read in place by the copy engine.
+
+The pages that the requests use are counted out in order, request after request, and every program takes an equal
+share (so does DeepGEMM's schedule, made by a kernel of its own). A program holds one request's queries in shared
+memory, keeps SLOTS pages in flight, and scores a page at a time; several programs on a multiprocessor hide each
+other's waiting.
+
+===========  =====================================================  ==============================
+format       how a page meets the tensor core                       products
+===========  =====================================================  ==============================
+e4m3         straight from shared memory                            fp8, narrow accumulator
+e4m3 exact   widened to fp16 in registers                           fp16, fp32 accumulator
+bf16         straight from shared memory                            bf16, fp32 accumulator
+e2m1         widened to bf16 in registers, times its block's scale  bf16, fp32 accumulator
+===========  =====================================================  ==============================
+
+Whole pages are written, also where a row does not see all of one; the caller fills in -inf. A page id outside the pool
+is fetched as zeros and scored NaN.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .hopper import byte_of_place, cta_barrier, score_of, unpack_e2m1, widen_e4m3, word_layout
+from .layout import PageFormat
+from .tuning import SM90
+
+PAGE_VIEWS = {
+    "e4m3": (torch.float8_e4m3fn, 66, 128, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)),
+    "e4m3 exact": (torch.int32, 66, 32, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)),
+    "bf16": (torch.bfloat16, 64, 128, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)),
+    "e2m1": (torch.int32, 68, 16, gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)),
+}
+"""How the pool is seen as a matrix whose rows are entries: dtype, rows of a page (its scales are the rows beyond 64),
+columns, and the shared layout of a page's values."""
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _fetch(k_desc, scales_ptr, k_smem, s_smem, ready, slot, page, pages, FMT: gl.constexpr):
+    """Bring a page into a slot; its barrier is complete when values and scales are there."""
+    known = (page >= 0) & (page < pages)
+    bar = ready.index(slot)
+    ROWS: gl.constexpr = 66 if FMT == "e4m3" else (64 if FMT == "bf16" else 68)
+    BYTES: gl.constexpr = 8192 if FMT == "e4m3" else (16384 if FMT == "bf16" else 4096)
+    mbarrier.expect(bar, BYTES)
+    tma.async_copy_global_to_shared(k_desc, [gl.where(known, page, pages) * ROWS, 0], bar, k_smem.index(slot))
+    if FMT != "bf16":
+        WORDS: gl.constexpr = 2112 if FMT == "e4m3" else 1088
+        entry = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        first = gl.where(known, page, 0).to(gl.int64) * WORDS + (WORDS - 64)
+        async_copy.async_copy_global_to_shared(s_smem.index(slot), scales_ptr + first + entry)
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+
+
+@gluon.jit
+def _queries(q_ptr, q_scales_ptr, row, N: gl.constexpr, FMT: gl.constexpr, Q_FMT: gl.constexpr, EXACT: gl.constexpr):
+    """[N, 128] of queries (row: the first, int64) in the type and the order of dims of the key operand."""
+    VECTOR: gl.constexpr = 8 if Q_FMT == "bf16" else 16
+    layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [VECTOR // 4, 128 // VECTOR], [4, 1], [1, 0])
+    place = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
+    column = (row + gl.arange(0, N, layout=gl.SliceLayout(1, layout)))[:, None]
+    if FMT == "e2m1":
+        # even dims, then odd dims; times 2^63, since the keys come times 2^-63
+        byte = byte_of_place(place % 64)[None, :]
+        code = gl.load(q_ptr + column * 64 + byte).to(gl.int32)
+        code = gl.where((place >= 64)[None, :], code >> 4, code) & 15
+        exponent = (code >> 1) & 3
+        normal = ((exponent + 126) << 23) | ((code & 1) << 22)
+        bits = gl.where(exponent == 0, (code & 1) * 0x3F000000, normal) | ((code & 8) << 28)
+        scale = gl.load(q_scales_ptr + column * 4 + byte // 16).to(gl.int32)
+        scale = gl.where(scale == 255, 0x7FC00000, gl.where(scale == 0, 0x400000, scale << 23))
+        q = bits.to(gl.float32, bitcast=True) * scale.to(gl.float32, bitcast=True) * 9223372036854775808.0
+        operand = q.to(gl.bfloat16)
+    elif EXACT and FMT == "e4m3":
+        operand = gl.load(q_ptr + column * 128 + byte_of_place(place)[None, :]).to(gl.float16)
+    elif FMT == "bf16" and Q_FMT == "e4m3":
+        operand = gl.load(q_ptr + column * 128 + place[None, :]).to(gl.float32).to(gl.bfloat16)
+    else:
+        operand = gl.load(q_ptr + column * 128 + place[None, :])
+    return operand
+
+
+@gluon.jit
+def _score_page(k_smem, s_smem, q_smem, gate, known, NEXT_N: gl.constexpr, HEADS: gl.constexpr, FMT: gl.constexpr,
+                EXACT: gl.constexpr, mma: gl.constexpr):  # fmt: skip
+    """Scores fp32 [64, NEXT_N] of one page; NaN unless the page is known."""
+    N: gl.constexpr = NEXT_N * HEADS
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    key_layout: gl.constexpr = gl.SliceLayout(1, mma)
+    acc = gl.zeros([64, N], gl.float32, mma)
+    if FMT == "e2m1":
+        scale = s_smem.load(gl.SliceLayout(1, word_layout(8)))
+        even, odd = unpack_e2m1(k_smem, scale, operand)
+        acc = warpgroup_mma(even, q_smem.slice(0, 64, 1).permute([1, 0]), acc, use_acc=False, is_async=True)
+        acc = warpgroup_mma(odd, q_smem.slice(64, 64, 1).permute([1, 0]), acc, is_async=True)
+        # a byte of 192 or more: NaN (255), or a scale beyond 2^64
+        beyond = (scale & (scale << 1) & -2139062144) != 0
+        factor = gl.convert_layout(gl.where(beyond, float("nan"), 1.0), key_layout)
+    else:
+        factor = gl.full([64], 1.0, gl.float32, key_layout)
+        if FMT == "e4m3":
+            factor = s_smem.load(key_layout)
+        if EXACT and FMT == "e4m3":
+            keys = widen_e4m3(k_smem.load(word_layout(32)), operand)
+            acc = warpgroup_mma(keys, q_smem.permute([1, 0]), acc, use_acc=False, is_async=True)
+        else:
+            acc = warpgroup_mma(k_smem, q_smem.permute([1, 0]), acc, use_acc=False, is_async=True)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+    return score_of(acc, gate, gl.where(known, factor, float("nan")), NEXT_N, HEADS)
+
+
+@gluon.jit
+def decode_sm90_kernel(
+    k_desc,
+    scales_ptr,
+    q_ptr,
+    q_scales_ptr,
+    gate_ptr,
+    table_ptr,
+    lengths_ptr,
+    out_ptr,
+    requests,
+    pages,
+    table_stride,
+    out_stride,
+    max_length,
+    FMT: gl.constexpr,
+    Q_FMT: gl.constexpr,
+    EXACT: gl.constexpr,
+    NEXT_N: gl.constexpr,
+    HEADS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    SLOT_BITS: gl.constexpr,
+    REQUESTS: gl.constexpr,
+):
+    """One program scores an equal share of the pages in use, REQUESTS a power of two that holds `requests`."""
+    N: gl.constexpr = NEXT_N * HEADS
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32 if FMT == "e4m3" and not EXACT else 16])
+
+    # few requests: every warp holds them all, so that sums over them need no shared memory
+    SPREAD: gl.constexpr = 32 if REQUESTS <= 128 else 128
+    b = gl.arange(0, REQUESTS, layout=gl.BlockedLayout([REQUESTS // SPREAD], [32], [4], [0]))
+    longest = gl.zeros_like(b)
+    for nth in gl.static_range(NEXT_N):
+        longest = gl.maximum(longest, gl.load(lengths_ptr + b * NEXT_N + nth, mask=b < requests, other=0))
+    used = (gl.minimum(longest, max_length) + 63) // 64
+    upto = gl.associative_scan(used, 0, _add)
+    total = gl.sum(used, axis=0)
+    share = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
+    unit = gl.program_id(0) * share
+    last = gl.minimum(unit + share, total)
+    if unit < last:
+        k_smem = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 64, k_desc.block_shape[1]], k_desc.layout)
+        s_smem = k_smem
+        if FMT != "bf16":
+            word: gl.constexpr = gl.float32 if FMT == "e4m3" else gl.int32
+            s_smem = gl.allocate_shared_memory(word, [SLOTS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(SLOTS):
+            mbarrier.init(ready.index(i), count=1 if FMT == "bf16" else 1 + 32 * gl.num_warps())
+        fence_async_shared()
+        wide: gl.constexpr = gl.bfloat16 if FMT != "e4m3" else gl.float16
+        if FMT == "e4m3" and not EXACT:
+            q_smem = gl.allocate_shared_memory(gl.float8e4nv, [N, 128], gl.NVMMASharedLayout(128, 8))
+        else:
+            q_smem = gl.allocate_shared_memory(wide, [N, 128], gl.NVMMASharedLayout(128, 16))
+        fetched = 0
+        while unit < last:
+            request = gl.sum((upto <= unit).to(gl.int32), axis=0)
+            first = unit - gl.sum(gl.where(b < request, used, 0), axis=0)
+            n = gl.minimum(gl.sum(gl.where(b == request, used, 0), axis=0) - first, last - unit)
+            ids = table_ptr + request.to(gl.int64) * table_stride + first
+            row = request.to(gl.int64) * N
+            q = _queries(q_ptr, q_scales_ptr, row, N, FMT, Q_FMT, EXACT)
+            gate = gl.load(gate_ptr + row + gl.arange(0, N, layout=gl.SliceLayout(0, mma)))[None, :]
+            for i in gl.static_range(SLOTS):
+                if i < n:
+                    _fetch(k_desc, scales_ptr, k_smem, s_smem, ready, (fetched + i) & (SLOTS - 1), gl.load(ids + i),
+                           pages, FMT)  # fmt: skip
+            following = gl.load(ids + SLOTS, mask=n > SLOTS, other=-1)
+            cta_barrier()  # the last request's queries are done with
+            q_smem.store(q)
+            fence_async_shared()
+            cta_barrier()
+            for t in range(n):
+                slot = fetched & (SLOTS - 1)
+                page = gl.load(ids + t)
+                known = (page >= 0) & (page < pages)
+                refill = following
+                following = gl.load(ids + t + SLOTS + 1, mask=t + SLOTS + 1 < n, other=-1)
+                mbarrier.wait(ready.index(slot), (fetched >> SLOT_BITS) & 1)
+                score = _score_page(k_smem.index(slot), s_smem.index(slot), q_smem, gate, known, NEXT_N, HEADS, FMT,
+                                    EXACT, mma)  # fmt: skip
+                cta_barrier()  # every warp has read the slot
+                if t + SLOTS < n:
+                    _fetch(k_desc, scales_ptr, k_smem, s_smem, ready, slot, refill, pages, FMT)
+                j = gl.arange(0, NEXT_N, layout=gl.SliceLayout(0, score.type.layout))
+                entry = (first + t) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, score.type.layout))
+                to = out_ptr + (request.to(gl.int64) * NEXT_N + j)[None, :] * out_stride + entry[:, None]
+                gl.store(to, score, mask=(entry < max_length)[:, None])
+                fetched += 1
+            unit += n
+        for i in gl.static_range(SLOTS):
+            mbarrier.invalidate(ready.index(i))
+
+
+def runs(heads: int, next_n: int, requests: int, pages: Tensor, form: PageFormat) -> bool:
+    """Whether this kernel takes such a problem; the plain one takes what it does not."""
+    columns = heads * next_n
+    return (
+        columns & (columns - 1) == 0
+        and 16 <= columns <= SM90.decode_columns
+        and 0 < requests <= SM90.decode_requests
+        and pages.stride(0) == form.page_bytes
+        and pages.data_ptr() % 128 == 0
+    )
+
+
+def decode_sm90(
+    codes: Tensor, q_scales: Tensor, gate: Tensor, q_fmt: str, pages: Tensor, form: PageFormat, block_table: Tensor,
+    lengths: Tensor, out: Tensor, next_n: int, exact: bool,
+) -> None:  # fmt: skip
+    """Write scores into `out`, fp32 [B * next_n, max_length]: whole pages, garbage at or beyond a row's length.
+
+    Arguments as `paged_logits` has checked them, and `runs` holds. q_scales: uint8 [R, H, 4] of an e2m1 query, else
+    anything on the device.
+    """
+    name = f"{form.name} exact" if exact and form.name == "e4m3" else form.name
+    dtype, page_rows, width, layout = PAGE_VIEWS[name]
+    shape = [pages.shape[0] * page_rows, width]
+    k_desc = TensorDescriptor(pages.view(dtype), shape, [width, 1], [64, width], layout)
+    words = pages.view(torch.float32 if form.name == "e4m3" else torch.int32)
+    requests, max_length = block_table.shape[0], out.shape[1]
+    most = requests * triton.cdiv(max_length, 64)
+    processors = torch.cuda.get_device_properties(pages.device).multi_processor_count
+    slots, limit = SM90.decode_slots[name], SM90.decode_registers[name]
+    if next_n * codes.shape[1] > 64:
+        limit = None
+    decode_sm90_kernel[(min(most, processors * SM90.decode_programs[name]),)](
+        k_desc, words, codes, q_scales, gate, block_table, lengths, out, requests, pages.shape[0],
+        block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=q_fmt, EXACT=exact, NEXT_N=next_n,
+        HEADS=codes.shape[1], SLOTS=slots, SLOT_BITS=slots.bit_length() - 1,
+        REQUESTS=max(32, triton.next_power_of_2(requests)), num_warps=4, maxnreg=limit,
+    )  # fmt: skip

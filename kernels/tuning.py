@@ -1,0 +1,58 @@
+"""Every launch choice of the logits kernels, one table per architecture.
+
+sm_90 was measured on one H200 (see NOTES.md); the rest is reasoning, marked so. Nothing here changes a result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """The plain Triton kernels of one major compute capability."""
+
+    warps: dict[str, int] = field(default_factory=lambda: {"e4m3": 4, "bf16": 4, "e2m1": 8})
+    """Warps of one program by key format; unpacking e2m1 would spill with 4."""
+    prefill_warps: int = 8
+    """Warps of the query-stationary prefill kernel: the fewest that compile without spilling."""
+    prefill_stages: int = 3
+    prefill_tiles: int = 128
+    """Tiles of 64 keys that one program walks over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hopper:
+    """The Gluon kernels of sm_90."""
+
+    prefill_columns: dict[bool, int] = field(default_factory=lambda: {False: 256, True: 128})
+    """Rows x heads of one program, by exact; two accumulators of half of them live in registers."""
+    prefill_slots: int = 2
+    """Key tiles in flight, and of one loop iteration."""
+    prefill_tiles: int = 256
+    decode_slots: dict[str, int] = field(default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 4})
+    """Pages in flight of one program."""
+    decode_programs: dict[str, int] = field(default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 4})
+    """Programs on one multiprocessor."""
+    decode_registers: dict[str, int | None] = field(
+        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 128}
+    )
+    """Limit of registers a thread, so that the programs above fit."""
+    decode_columns: int = 128
+    """Most rows x heads of one program."""
+    decode_requests: int = 1024
+    """Most requests whose lengths one program holds."""
+
+
+SM90 = Hopper()
+PLAIN = {
+    9: Plain(prefill_warps=4),
+    10: Plain(),  # by reasoning: as sm_90 where nothing spills
+    12: Plain(prefill_warps=4),  # by reasoning: no warpgroup instructions, a quarter of the tile per warp
+}
+"""By major compute capability; others take 10's."""
+
+
+def plain(major: int) -> Plain:
+    """The table of an architecture."""
+    return PLAIN.get(major, PLAIN[10])
