@@ -29,9 +29,11 @@ from .logits import QUERY_FORMATS_OF
 from .plain_logits import KEYS_PER_TILE, PREFILL_ROWS, head_tile, paged_logits_kernel, ragged_logits_kernel
 from .prefill import prefill_logits_kernel
 from .quantise_query import ROWS as QUERY_ROWS
+from .quantise_query import WARPS as QUERY_WARPS
 from .quantise_query import quantise_query_kernel
 from .rounding import INTERPRETED
 from .store_key import ROWS as KEY_ROWS
+from .store_key import WARPS as KEY_WARPS
 from .store_key import store_key_kernel
 from .topk import COLUMNS, topk_kernel
 from .tuning import PLAIN, SM90
@@ -80,7 +82,7 @@ class Compiled:
 def cases() -> list[Case]:
     """Every kernel in every format and with every pair of query and key formats."""
     listed = []
-    unfused = {"num_warps": 4, "enable_fp_fusion": False}
+    unfused = {"enable_fp_fusion": False}
     fast = {"num_warps": 4}
     for recipe, fmt, rounds, extra in (
         ("reference", "bf16", True, {"FP4_STEP": True}),
@@ -101,33 +103,19 @@ def cases() -> list[Case]:
             Case(
                 name=f"store_key {recipe}",
                 kernel=store_key_kernel,
-                types=["*fp32"] * 4
-                + ["*fp32", "*fp32", "*i32", "*i32", "*i64", "*u8", "*i16", "*fp32"]
-                + ["i32", "i32", "i32", "i32", "fp32", "fp32"],
+                types=["*fp32"] * 6 + ["*i32", "*i32", "*i64", "*i32"] + ["i32", "i32", "i32", "i32", "fp32", "fp32"],
                 constants=shared | {"ROUND_POOL": rounds, "ROUND_NORM": rounds, "WEIGHT_BF16": False, "ROWS": KEY_ROWS},
-                options=unfused,
+                options=unfused | {"num_warps": KEY_WARPS},
             )
         )
-        codes, scales = {"e4m3": ("*u8", "*fp32"), "bf16": ("*i16", "*fp32"), "e2m1": ("*u8", "*u8")}[fmt]
         listed.append(
             Case(
                 name=f"quantise_query {recipe}",
                 kernel=quantise_query_kernel,
-                types=[
-                    "*i16",
-                    "*i16",
-                    "*fp32",
-                    "*fp32",
-                    codes,
-                    scales,
-                    "*fp32",
-                    "i32",
-                    "i32",
-                    "fp32",
-                    "fp32",
-                ],
-                constants=shared | {"GATE_BF16": True, "ROWS": QUERY_ROWS},
-                options=unfused,
+                types=["*i32", "*i16", "*fp32", "*fp32", "*i32", "*i32" if fmt == "e2m1" else "*fp32", "*fp32"]
+                + ["i32", "fp32", "fp32"],
+                constants=shared | {"GATE_BF16": True, "HEADS": HEADS, "ROWS": QUERY_ROWS},
+                options=unfused | {"num_warps": QUERY_WARPS},
             )
         )
     pointer = {"e4m3": "*u8", "bf16": "*i16", "e2m1": "*u8"}

@@ -23,20 +23,26 @@ from torch import Tensor
 
 from .checks import check_choice, check_devices, check_stages, check_tensor, scale_floor
 from .layout import HEAD_DIM, page_format
-from .rounding import INTERPRETED, bf16_code_to_fp32, fp32_to_bf16_code, round_to_bf16
+from .rounding import INTERPRETED, bf16_code_to_fp32, bf16_word, bf16_word_to_fp32, round_to_bf16
 from .transforms import (
+    bf16_words,
     fp4_fake_quantise,
     hadamard_128,
+    interleave,
     quantise_e2m1,
     quantise_e4m3,
-    rotate_last_64,
+    rotate_pairs,
+    stack,
 )
 
 QUERY_STAGES = ("rope", "hadamard")
 """Stages after which `round_bf16` can ask for one rounding to bf16."""
 
-ROWS = 64 if INTERPRETED.value else 16
-"""(token, head) rows of one program."""
+ROWS = 32
+"""(token, head) rows of one program: one to each thread of one warp."""
+
+
+WARPS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,13 @@ class QuantisedQuery:
 
 
 @triton.jit
+def store_words(ptr, r, words, mask):
+    """Write words int32 [W, ROWS] as the lines r of a table of W columns."""
+    columns = tl.arange(0, words.shape[0])[None, :]
+    tl.store(ptr + r[:, None] * words.shape[0] + columns, tl.trans(words), mask=mask[:, None])
+
+
+@triton.jit
 def quantise_query_kernel(
     q_ptr,
     gate_ptr,
@@ -71,7 +84,6 @@ def quantise_query_kernel(
     scales_ptr,
     gate_out_ptr,
     rows,
-    heads,
     gate_scale,
     amax_floor,
     FMT: tl.constexpr,
@@ -82,39 +94,56 @@ def quantise_query_kernel(
     ROUND_ROPE: tl.constexpr,
     ROUND_HADAMARD: tl.constexpr,
     GATE_BF16: tl.constexpr,
+    HEADS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program makes ROWS rows of q viewed as [T * H, 128]."""
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """One program makes ROWS rows of q viewed as [T * H, 128]; q and the codes are int32 words."""
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = r < rows
-    cols = tl.arange(0, 128)[None, :]
-    x = bf16_code_to_fp32(tl.load(q_ptr + r[:, None] * 128 + cols, mask=mask[:, None], other=0))
-    x = rotate_last_64(x, cos_ptr, sin_ptr, r // heads, mask, ROWS)
+    # rows past the end repeat the last one
+    there = tl.minimum(r, rows - 1)
+    r = r.to(tl.int64)
+    pairs = tl.arange(0, 32)[None, :]
+    words = q_ptr + there.to(tl.int64)[:, None] * 64 + pairs
+    still = tl.load(words)
+    turning = tl.load(words + 32)
+    if HEADS % ROWS == 0:
+        angles = tl.program_id(0) // (HEADS // ROWS) * 32 + tl.arange(0, 32)
+        cos, sin = tl.load(cos_ptr + angles)[None, :], tl.load(sin_ptr + angles)[None, :]
+    else:
+        angles = (there // HEADS)[:, None] * 32 + pairs
+        cos, sin = tl.load(cos_ptr + angles), tl.load(sin_ptr + angles)
+    a, b = bf16_word_to_fp32(turning)
+    a, b = rotate_pairs(a, b, cos, sin)
     if ROUND_ROPE:
-        x = round_to_bf16(x)
+        a, b = bf16_word_to_fp32(tl.trans(bf16_word(a, b)))
+    else:
+        a, b = tl.trans(a), tl.trans(b)
+    first, second = bf16_word_to_fp32(tl.trans(still))
+    x = stack(interleave(first, second), interleave(a, b))
     if HADAMARD:
-        x = hadamard_128(x, ROWS)
+        x = hadamard_128(x)
         if ROUND_HADAMARD:
             x = round_to_bf16(x)
     if FP4_STEP:
-        x = fp4_fake_quantise(x, ROWS)
+        x = fp4_fake_quantise(x)
 
     if GATE_BF16:
-        gate = bf16_code_to_fp32(tl.load(gate_ptr + r, mask=mask, other=0))
+        gate = bf16_code_to_fp32(tl.load(gate_ptr + there))
     else:
-        gate = tl.load(gate_ptr + r, mask=mask, other=0.0)
+        gate = tl.load(gate_ptr + there)
     gate = gate * gate_scale
     if FMT == "bf16":
-        tl.store(codes_ptr + r[:, None] * 128 + cols, fp32_to_bf16_code(x), mask=mask[:, None])
+        store_words(codes_ptr, r, bf16_words(x), mask)
     elif FMT == "e4m3":
         codes, scale = quantise_e4m3(x, amax_floor, POWER_OF_TWO)
-        tl.store(codes_ptr + r[:, None] * 128 + cols, codes, mask=mask[:, None])
+        store_words(codes_ptr, r, codes, mask)
         tl.store(scales_ptr + r, scale, mask=mask)
         gate = gate * scale
     else:
-        packed, byte = quantise_e2m1(x, amax_floor, TIES_DOWN, ROWS)
-        tl.store(codes_ptr + r[:, None] * 64 + tl.arange(0, 64)[None, :], packed, mask=mask[:, None])
-        tl.store(scales_ptr + r[:, None] * 4 + tl.arange(0, 4)[None, :], byte, mask=mask[:, None])
+        codes, bytes_ = quantise_e2m1(x, amax_floor, TIES_DOWN)
+        store_words(codes_ptr, r, codes, mask)
+        tl.store(scales_ptr + r, bytes_, mask=mask)
     tl.store(gate_out_ptr + r, gate, mask=mask)
 
 
@@ -167,15 +196,14 @@ def quantise_query(
     if rows:
         gate_bf16 = gate.dtype == torch.bfloat16
         quantise_query_kernel[(triton.cdiv(rows, ROWS),)](
-            q.view(torch.int16),
+            (q if q.data_ptr() % 16 == 0 else q.clone()).view(torch.int32),
             gate.view(torch.int16) if gate_bf16 else gate,
             cos,
             sin,
-            codes.view(torch.int16 if form.name == "bf16" else torch.uint8),
-            gate_out if scales is None else scales,
+            codes.view(torch.int32),
+            gate_out if scales is None else scales.view(torch.int32) if form.name == "e2m1" else scales,
             gate_out,
             rows,
-            heads,
             gate_scale,
             floor,
             FMT=form.name,
@@ -186,8 +214,9 @@ def quantise_query(
             ROUND_ROPE="rope" in round_bf16,
             ROUND_HADAMARD="hadamard" in round_bf16,
             GATE_BF16=gate_bf16,
+            HEADS=heads,
             ROWS=ROWS,
-            num_warps=4,
+            num_warps=WARPS,
             enable_fp_fusion=False,
         )
     return QuantisedQuery(codes=codes, scales=scales, gate=gate_out)

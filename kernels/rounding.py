@@ -35,6 +35,9 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _ABS = tl.constexpr(0x7FFF_FFFF)
 _INF_BITS = tl.constexpr(0x7F80_0000)
 _NAN_BITS = tl.constexpr(0x7FC0_0000)
+_SIGN = tl.constexpr(-0x8000_0000)
+_JUST_BELOW_1 = tl.constexpr(1 - 2.0**-24)
+_E4M3_NORMAL = tl.constexpr(2.0**-6)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2_HIGH = tl.constexpr(0.693359375)
 _LN2_LOW = tl.constexpr(-2.12194440e-4)
@@ -80,17 +83,67 @@ def e4m3_to_fp32(code):
 
 
 @triton.jit
-def fp32_to_e2m1(x, TIES_DOWN: tl.constexpr):
-    """fp32 -> e2m1 code as int32 0..15: nearest, ties to even or toward zero, saturating at 6. NaN -> 0 or
-    8.
+def e4m3_word(x0, x1, x2, x3):
+    """Four fp32 -> their e4m3 codes in one int32, x0 lowest; the rule of `fp32_to_e4m3`."""
+    if INTERPRETED:
+        low = fp32_to_e4m3(x0) | (fp32_to_e4m3(x1) << 8)
+        return low | (fp32_to_e4m3(x2) << 16) | (fp32_to_e4m3(x3) << 24)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""",
+        "=r,f,f,f,f",
+        [x0, x1, x2, x3],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def round_to_e2m1(x, UNIT: tl.constexpr, TIES_DOWN: tl.constexpr):
+    """fp32 below 7 units -> the nearest of 0 .5 1 1.5 2 3 4 6 times UNIT (a power of two), still as fp32. NaN
+    stays NaN.
+
+    One sum rounds, ties to even: 1.5 * 2^22 times the power of two at or below x has an ulp of the step there,
+    half of that power. For ties toward zero the sum takes x * (1 - 2^-24), unrounded: below a midpoint for
+    that midpoint, and above it for every larger number.
     """
-    a = tl.abs(x)
-    code = (a > 0.25).to(tl.int32) + (a > 1.25).to(tl.int32) + (a > 2.5).to(tl.int32) + (a > 5.0).to(tl.int32)
-    if TIES_DOWN:
-        code += (a > 0.75).to(tl.int32) + (a > 1.75).to(tl.int32) + (a > 3.5).to(tl.int32)
-    else:  # the code above these midpoints is even
-        code += (a >= 0.75).to(tl.int32) + (a >= 1.75).to(tl.int32) + (a >= 3.5).to(tl.int32)
-    return code | ((fp32_bits(x) >> 28) & 8)
+    binade = tl.maximum(fp32_of_bits(fp32_bits(x) & _INF_BITS), UNIT)
+    coarse = binade * 6291456.0
+    if not TIES_DOWN:
+        rounded = tl.abs(x) + coarse
+    elif INTERPRETED:  # has no fma of one rounding
+        rounded = (tl.abs(x).to(tl.float64) * _JUST_BELOW_1 + coarse).to(tl.float32)
+    else:
+        rounded = tl.fma(tl.abs(x), _JUST_BELOW_1, coarse)
+    return fp32_of_bits(fp32_bits(rounded - coarse) | (fp32_bits(x) & _SIGN))
+
+
+@triton.jit
+def e2m1_word(x0, x1, x2, x3, x4, x5, x6, x7, TIES_DOWN: tl.constexpr):
+    """Eight fp32 in units of 2^-6 -> their e2m1 codes in one int32, x0 lowest; the rule of `round_to_e2m1`.
+
+    The unit is the smallest normal of e4m3, so that a rounded value's e4m3 code is its e2m1 code with two
+    more zeros and the sign three places higher.
+    """
+    even = e4m3_word(
+        round_to_e2m1(x0, _E4M3_NORMAL, TIES_DOWN),
+        round_to_e2m1(x2, _E4M3_NORMAL, TIES_DOWN),
+        round_to_e2m1(x4, _E4M3_NORMAL, TIES_DOWN),
+        round_to_e2m1(x6, _E4M3_NORMAL, TIES_DOWN),
+    )
+    odd = e4m3_word(
+        round_to_e2m1(x1, _E4M3_NORMAL, TIES_DOWN),
+        round_to_e2m1(x3, _E4M3_NORMAL, TIES_DOWN),
+        round_to_e2m1(x5, _E4M3_NORMAL, TIES_DOWN),
+        round_to_e2m1(x7, _E4M3_NORMAL, TIES_DOWN),
+    )
+    low = ((even >> 2) & 0x07070707) | ((even >> 4) & 0x08080808)
+    return low | ((odd << 2) & 0x70707070) | (odd & -0x7F7F7F80)
 
 
 @triton.jit
@@ -127,15 +180,30 @@ def ue8m0_to_fp32(byte):
 @triton.jit
 def round_to_bf16(x):
     """fp32 -> the nearest bf16 (RNE), still as fp32."""
-    bits = fp32_bits(x)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x1_0000
-    return fp32_of_bits(tl.where((bits & _ABS) > _INF_BITS, bits | 0x40_0000, rounded))
+    if INTERPRETED:
+        bits = fp32_bits(x)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x1_0000
+        return fp32_of_bits(tl.where((bits & _ABS) > _INF_BITS, bits | 0x40_0000, rounded))
+    # the pair (x, 0) as bf16: x lands in the high half
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, 0f00000000;", "=r,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
-def fp32_to_bf16_code(x):
-    """fp32 -> the bits of the nearest bf16 (RNE) as int16."""
-    return (fp32_bits(round_to_bf16(x)) >> 16).to(tl.int16)
+def bf16_word(low, high):
+    """Two fp32 -> their nearest bf16 (RNE) in one int32."""
+    if INTERPRETED:
+        return ((fp32_bits(round_to_bf16(low)) >> 16) & 0xFFFF) | fp32_bits(round_to_bf16(high))
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def bf16_word_to_fp32(word):
+    """The two bf16 of an int32 -> (low, high) as fp32, exact."""
+    return fp32_of_bits(word << 16), fp32_of_bits(word & -0x1_0000)
 
 
 @triton.jit
@@ -145,9 +213,16 @@ def bf16_code_to_fp32(code):
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def amax_of(x, axis: tl.constexpr):
     """Largest magnitude along an axis, fp32; NaN if there is one."""
-    return fp32_of_bits(tl.max(fp32_bits(x) & _ABS, axis=axis))
+    if INTERPRETED:  # where only the usual reductions are fast; a NaN's bits are above every number's
+        return fp32_of_bits(tl.max(fp32_bits(x) & _ABS, axis=axis))
+    return tl.reduce(tl.abs(x), axis, _larger)
 
 
 @triton.jit
@@ -158,19 +233,40 @@ def at_least(x, floor):
 
 @triton.jit
 def exponential(x):
-    """exp(x) in fp32 for x <= 0, within 1 ulp; below -87 it is 0 (the results would be subnormal).
+    """exp(x) in fp32 for x <= 0, within 1 ulp; 0 below -87.7 (the results would be subnormal).
 
     Written out because Triton's exp compiles to the approximate ex2, whose error reaches the next bf16
-    rounding often enough to count. x = n ln2 + r, |r| <= ln2/2, Taylor series of degree 7 in r (remainder
-    below 2^-27).
+    rounding often enough to count. x = n ln2 + r, |r| <= ln2/2, and 1 + r + r^2 q(r) with the q of degree 4
+    that is best for the relative error (2^-27.8, coefficients rounded to fp32). The sum with 1.5 * 2^23 rounds x / ln2 to n, which its low bits then hold.
     """
-    n = tl.floor(x * _LOG2E + 0.5)
-    n = tl.where(n >= -127.0, n, 0.0)  # also for NaN, which r keeps
-    r = x - n * _LN2_HIGH - n * _LN2_LOW
-    p = r * 0.0001984126984126984 + 0.001388888888888889
-    p = p * r + 0.008333333333333333
-    p = p * r + 0.041666666666666664
-    p = p * r + 0.16666666666666666
-    p = p * r + 0.5
-    p = p * r * r + r + 1.0
-    return tl.where(x < -87.0, 0.0, p * fp32_of_bits((n.to(tl.int32) + 127) << 23))
+    x = tl.maximum(x, -88.03, propagate_nan=tl.PropagateNan.ALL)  # n = -127, whose power below is 0
+    counted = tl.fma(x, _LOG2E, 12582912.0)
+    n = counted - 12582912.0
+    r = tl.fma(n, -_LN2_LOW, tl.fma(n, -_LN2_HIGH, x))
+    p = tl.fma(r, 0.0013814308913424611, 0.008368856273591518)
+    p = tl.fma(p, r, 0.041668400168418884)
+    p = tl.fma(p, r, 0.1666651964187622)
+    p = tl.fma(p, r, 0.4999999403953552)
+    p = tl.fma(p, r * r, r) + 1.0
+    return p * fp32_of_bits((fp32_bits(counted) << 23) + 0x3F80_0000)
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x rounded to nearest."""
+    if INTERPRETED:
+        return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), x)
+    return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def quotient(x, divisor, inverse):
+    """x / divisor rounded to nearest, given inverse = 1 / divisor rounded to nearest.
+
+    For a divisor in 1..8 and x in 0..1: the estimate x * inverse is within an ulp, so its remainder is exact in
+    one fma and one more fma rounds the true quotient. Below 2^-100 the last bit may differ.
+    """
+    if INTERPRETED:  # has no fma of one rounding
+        return tl.div_rn(x, divisor)
+    estimate = x * inverse
+    return tl.fma(tl.fma(estimate, -divisor, x), inverse, estimate)

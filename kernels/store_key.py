@@ -24,39 +24,90 @@ from torch import Tensor
 
 from .checks import check_choice, check_devices, check_stages, check_tensor, scale_floor
 from .layout import ENTRIES_PER_PAGE, HEAD_DIM, check_pages, page_format
-from .rounding import INTERPRETED, exponential, fp32_to_bf16_code, round_to_bf16
+from .rounding import INTERPRETED, exponential, fp32_bits, quotient, reciprocal, round_to_bf16
 from .transforms import (
+    bf16_words,
     fp4_fake_quantise,
     hadamard_128,
     quantise_e2m1,
     quantise_e4m3,
-    rotate_last_64,
+    rotate_pairs,
 )
 
 KEY_STAGES = ("pool", "norm", "rope", "hadamard")
 """Stages after which `round_bf16` can ask for one rounding to bf16."""
 
-ROWS = 32 if INTERPRETED.value else 4
-"""Entries of one program; more than 4 would spill, since the compiler keeps all 8 slots in registers."""
+ROWS = 32 if INTERPRETED.value else 1
+"""Entries of one program: one to a warp, so that the 16 loads of an entry are the warp's own and nothing waits for
+another warp."""
+
+WARPS = 1
 
 _PAGE = tl.constexpr(ENTRIES_PER_PAGE)
 _MINUS_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _slot(slot: tl.constexpr, kv_ptr, gate_ptr, ape_ptr, first_row, entry, mask, tokens):
-    """kv and gate + ape of one of the 8 pooled slots, fp32 [ROWS, 128] each. A row outside the projections is
-    NaN.
+def _slot(slot: tl.constexpr, kv_ptr, gate_ptr, ape_ptr, previous):
+    """kv and gate + ape of one of the 8 pooled slots, fp32 [ROWS, 128] each; kv_ptr and gate_ptr point to the 128
+    columns of each entry's first token.
     """
-    cols = tl.arange(0, 128)[None, :] + (slot // 4) * 128
-    row = first_row + (slot - 4)
-    absent = (entry == 0) & (slot < 4)
-    offsets = row.to(tl.int64)[:, None] * 256 + cols
-    wanted = (mask & (absent == 0) & (row >= 0) & (row < tokens))[:, None]
-    kv = tl.load(kv_ptr + offsets, mask=wanted, other=float("nan"))
-    gate = tl.load(gate_ptr + offsets, mask=wanted, other=float("nan")) + tl.load(ape_ptr + (slot % 4) * 256 + cols)
-    kv = tl.where(absent[:, None], 0.0, kv)
-    return kv, tl.where(absent[:, None], _MINUS_INF, gate)
+    ape = tl.load(ape_ptr + (slot % 4 * 256 + slot // 4 * 128) + tl.arange(0, 128)[None, :])
+    offset: tl.constexpr = (slot - 4) * 256 + slot // 4 * 128
+    if slot < 4:
+        kv = tl.load(kv_ptr + offset, mask=previous, other=0.0)
+        return kv, tl.load(gate_ptr + offset, mask=previous, other=_MINUS_INF) + ape
+    return tl.load(kv_ptr + offset), tl.load(gate_ptr + offset) + ape
+
+
+@triton.jit
+def _pool(kv_ptr, gate_ptr, ape_ptr, first_row, entry, tokens):
+    """The softmax-weighted sum of the 8 slots, fp32 [ROWS, 128], slot after slot; NaN if one of their rows is
+    outside the projections.
+    """
+    inside = (first_row >= 0) & (first_row + 4 <= tokens) & ((entry == 0) | (first_row >= 4))
+    previous = (inside & (entry != 0))[:, None]
+    start = tl.where(inside, first_row, 0).to(tl.int64)[:, None] * 256 + tl.arange(0, 128)[None, :]
+    kv_ptr += start
+    gate_ptr += start
+    kv0, gate0 = _slot(0, kv_ptr, gate_ptr, ape_ptr, previous)
+    kv1, gate1 = _slot(1, kv_ptr, gate_ptr, ape_ptr, previous)
+    kv2, gate2 = _slot(2, kv_ptr, gate_ptr, ape_ptr, previous)
+    kv3, gate3 = _slot(3, kv_ptr, gate_ptr, ape_ptr, previous)
+    kv4, gate4 = _slot(4, kv_ptr, gate_ptr, ape_ptr, previous)
+    kv5, gate5 = _slot(5, kv_ptr, gate_ptr, ape_ptr, previous)
+    kv6, gate6 = _slot(6, kv_ptr, gate_ptr, ape_ptr, previous)
+    kv7, gate7 = _slot(7, kv_ptr, gate_ptr, ape_ptr, previous)
+    # a maximum drops NaN, but exp(NaN - maximum) brings it back
+    highest = tl.maximum(tl.maximum(gate0, gate1), tl.maximum(gate2, gate3))
+    highest = tl.maximum(highest, tl.maximum(tl.maximum(gate4, gate5), tl.maximum(gate6, gate7)))
+    power0, power1 = exponential(gate0 - highest), exponential(gate1 - highest)
+    power2, power3 = exponential(gate2 - highest), exponential(gate3 - highest)
+    power4, power5 = exponential(gate4 - highest), exponential(gate5 - highest)
+    power6, power7 = exponential(gate6 - highest), exponential(gate7 - highest)
+    total = power0 + power1 + power2 + power3 + power4 + power5 + power6 + power7
+    inverse = reciprocal(total)
+    x = kv0 * quotient(power0, total, inverse) + kv1 * quotient(power1, total, inverse)
+    x += kv2 * quotient(power2, total, inverse)
+    x += kv3 * quotient(power3, total, inverse)
+    x += kv4 * quotient(power4, total, inverse)
+    x += kv5 * quotient(power5, total, inverse)
+    x += kv6 * quotient(power6, total, inverse)
+    x += kv7 * quotient(power7, total, inverse)
+    return tl.where(inside[:, None], x, float("nan"))
+
+
+@triton.jit
+def _rotate_last_64(x, cos_ptr, sin_ptr, e, ROWS: tl.constexpr):
+    """RoPE of the last 64 dims of x [ROWS, 128], interleaved pairs (2i, 2i+1), by lines e of the tables."""
+    a, b = tl.split(tl.reshape(x, (ROWS, 64, 2)))
+    pair = tl.arange(0, 64)[None, :]
+    turns = pair >= 32
+    offsets = e[:, None] * 32 + pair % 32
+    cos = tl.load(cos_ptr + offsets)
+    sin = tl.load(sin_ptr + offsets)
+    turned_a, turned_b = rotate_pairs(a, b, cos, sin)
+    return tl.reshape(tl.join(tl.where(turns, turned_a, a), tl.where(turns, turned_b, b)), (ROWS, 128))
 
 
 @triton.jit
@@ -70,9 +121,7 @@ def store_key_kernel(
     token_row_ptr,
     entry_index_ptr,
     slots_ptr,
-    page_u8_ptr,
-    page_i16_ptr,
-    page_f32_ptr,
+    page_ptr,
     page_stride,
     tokens,
     entries,
@@ -91,31 +140,21 @@ def store_key_kernel(
     WEIGHT_BF16: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One program makes ROWS entries."""
-    e = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """One program makes ROWS entries. The pool is addressed in int32 words, page_stride words a page."""
+    # int64: projections and a pool may be larger than 2^31 elements
+    e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask = e < entries
-    first_row = tl.load(token_row_ptr + e, mask=mask, other=0)
-    entry = tl.load(entry_index_ptr + e, mask=mask, other=0)
+    there = tl.minimum(e, entries - 1)  # entries past the end repeat the last one
+    first_row = tl.load(token_row_ptr + there)
+    entry = tl.load(entry_index_ptr + there)
     cols = tl.arange(0, 128)[None, :]
 
-    # a maximum drops NaN, but exp(NaN - maximum) brings it back
-    highest = tl.full((ROWS, 128), _MINUS_INF, tl.float32)
-    for slot in tl.static_range(8):
-        _, gate = _slot(slot, kv_ptr, gate_ptr, ape_ptr, first_row, entry, mask, tokens)
-        highest = tl.maximum(highest, gate)
-    total = tl.zeros((ROWS, 128), tl.float32)
-    for slot in tl.static_range(8):
-        _, gate = _slot(slot, kv_ptr, gate_ptr, ape_ptr, first_row, entry, mask, tokens)
-        total += exponential(gate - highest)
-    x = tl.zeros((ROWS, 128), tl.float32)
-    for slot in tl.static_range(8):
-        kv, gate = _slot(slot, kv_ptr, gate_ptr, ape_ptr, first_row, entry, mask, tokens)
-        x += kv * tl.div_rn(exponential(gate - highest), total)
+    x = _pool(kv_ptr, gate_ptr, ape_ptr, first_row, entry, tokens)
     if ROUND_POOL:
         x = round_to_bf16(x)
 
     mean_square = tl.sum(x * x, axis=1) * 0.0078125  # 1/128
-    inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.sqrt_rn(mean_square + eps))
+    inverse = reciprocal(tl.sqrt_rn(mean_square + eps))
     if WEIGHT_BF16:
         weight = (tl.load(norm_weight_ptr + cols).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -124,36 +163,33 @@ def store_key_kernel(
     if ROUND_NORM:
         x = round_to_bf16(x)
 
-    x = rotate_last_64(x, cos_ptr, sin_ptr, e, mask, ROWS)
+    x = _rotate_last_64(x, cos_ptr, sin_ptr, there, ROWS)
     if ROUND_ROPE:
         x = round_to_bf16(x)
+    x = tl.trans(x)
     if HADAMARD:
-        x = hadamard_128(x, ROWS)
+        x = hadamard_128(x)
         if ROUND_HADAMARD:
             x = round_to_bf16(x)
     if FP4_STEP:
-        x = fp4_fake_quantise(x, ROWS)
+        x = fp4_fake_quantise(x)
 
     slot_number = tl.load(slots_ptr + e, mask=mask, other=-1)
     stored = (slot_number >= 0) & (slot_number < capacity)
     slot_number = tl.where(stored, slot_number, 0)
-    page = slot_number // _PAGE
+    page_ptr += slot_number // _PAGE * page_stride
     row = slot_number % _PAGE
-    page_byte = page * page_stride  # int64: a pool may be larger than 2^31 bytes
     if FMT == "bf16":
-        offsets = page_byte // 2 + row * 128
-        tl.store(page_i16_ptr + offsets[:, None] + cols, fp32_to_bf16_code(x), mask=stored[:, None])
+        words = bf16_words(x)
     elif FMT == "e4m3":
-        codes, scale = quantise_e4m3(x, amax_floor, POWER_OF_TWO)
-        offsets = page_byte + row * 128
-        tl.store(page_u8_ptr + offsets[:, None] + cols, codes, mask=stored[:, None])
-        tl.store(page_f32_ptr + page_byte // 4 + _PAGE * 32 + row, scale, mask=stored)
+        words, scale = quantise_e4m3(x, amax_floor, POWER_OF_TWO)
+        tl.store(page_ptr + _PAGE * 32 + row, fp32_bits(scale), mask=stored)
     else:
-        packed, byte = quantise_e2m1(x, amax_floor, TIES_DOWN, ROWS)
-        offsets = page_byte + row * 64
-        tl.store(page_u8_ptr + offsets[:, None] + tl.arange(0, 64)[None, :], packed, mask=stored[:, None])
-        offsets = page_byte + _PAGE * 64 + row * 4
-        tl.store(page_u8_ptr + offsets[:, None] + tl.arange(0, 4)[None, :], byte, mask=stored[:, None])
+        words, bytes_ = quantise_e2m1(x, amax_floor, TIES_DOWN)
+        tl.store(page_ptr + _PAGE * 16 + row, bytes_, mask=stored)
+    columns = tl.arange(0, words.shape[0])[None, :]
+    words_ptr = (page_ptr + row * words.shape[0])[:, None] + columns
+    tl.store(words_ptr, tl.trans(words), mask=stored[:, None])
 
 
 def store_key(
@@ -226,6 +262,9 @@ def store_key(
     floor = scale_floor(form.name, amax_floor)
     if entries == 0:
         return
+    tokens = kv.shape[0]
+    if tokens < 4:  # the kernel reads a whole window, if only to find that it is outside
+        kv, gate = (torch.nn.functional.pad(x, (0, 0, 0, 4 - tokens)) for x in (kv, gate))
     weight_bf16 = norm_weight.dtype == torch.bfloat16
     store_key_kernel[(triton.cdiv(entries, ROWS),)](
         kv,
@@ -237,11 +276,9 @@ def store_key(
         token_row,
         entry_index,
         slots,
-        pages,
-        pages.view(torch.int16),
-        pages.view(torch.float32),
-        pages.stride(0),
-        kv.shape[0],
+        pages.view(torch.int32),
+        pages.stride(0) // 4,
+        tokens,
         entries,
         pages.shape[0] * ENTRIES_PER_PAGE,
         eps,
@@ -257,6 +294,6 @@ def store_key(
         ROUND_HADAMARD="hadamard" in round_bf16,
         WEIGHT_BF16=weight_bf16,
         ROWS=ROWS,
-        num_warps=4,
+        num_warps=WARPS,
         enable_fp_fusion=False,
     )
