@@ -213,8 +213,9 @@ def bf16_code_to_fp32(code):
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+def larger_magnitude(a, b):
+    """max(|a|, |b|); NaN if one is."""
+    return tl.maximum(tl.abs(a), tl.abs(b), propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -222,7 +223,7 @@ def amax_of(x, axis: tl.constexpr):
     """Largest magnitude along an axis, fp32; NaN if there is one."""
     if INTERPRETED:  # where only the usual reductions are fast; a NaN's bits are above every number's
         return fp32_of_bits(tl.max(fp32_bits(x) & _ABS, axis=axis))
-    return tl.reduce(tl.abs(x), axis, _larger)
+    return tl.reduce(tl.abs(x), axis, larger_magnitude)
 
 
 @triton.jit

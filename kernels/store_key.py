@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .checks import check_choice, check_devices, check_stages, check_tensor, scale_floor
 from .layout import ENTRIES_PER_PAGE, HEAD_DIM, check_pages, page_format
-from .rounding import INTERPRETED, exponential, fp32_bits, quotient, reciprocal, round_to_bf16
+from .rounding import INTERPRETED, bf16_code_to_fp32, exponential, fp32_bits, quotient, reciprocal, round_to_bf16
 from .transforms import (
     bf16_words,
     fp4_fake_quantise,
@@ -48,16 +48,20 @@ _MINUS_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _slot(slot: tl.constexpr, kv_ptr, gate_ptr, ape_ptr, previous):
-    """kv and gate + ape of one of the 8 pooled slots, fp32 [ROWS, 128] each; kv_ptr and gate_ptr point to the 128
-    columns of each entry's first token.
+def _slot(slot: tl.constexpr, kv_ptr, gate_ptr, previous):
+    """kv and gate of one of the 8 pooled slots, fp32 [ROWS, 128] each; kv_ptr and gate_ptr point to the 128
+    columns of each entry's first token. The slots of an absent window have gate -inf.
     """
-    ape = tl.load(ape_ptr + (slot % 4 * 256 + slot // 4 * 128) + tl.arange(0, 128)[None, :])
     offset: tl.constexpr = (slot - 4) * 256 + slot // 4 * 128
     if slot < 4:
         kv = tl.load(kv_ptr + offset, mask=previous, other=0.0)
-        return kv, tl.load(gate_ptr + offset, mask=previous, other=_MINUS_INF) + ape
-    return tl.load(kv_ptr + offset), tl.load(gate_ptr + offset) + ape
+        return kv, tl.load(gate_ptr + offset, mask=previous, other=_MINUS_INF)
+    return tl.load(kv_ptr + offset), tl.load(gate_ptr + offset)
+
+
+@triton.jit
+def _position_bias(slot: tl.constexpr, ape_ptr):
+    return tl.load(ape_ptr + (slot % 4 * 256 + slot // 4 * 128) + tl.arange(0, 128)[None, :])
 
 
 @triton.jit
@@ -70,14 +74,25 @@ def _pool(kv_ptr, gate_ptr, ape_ptr, first_row, entry, tokens):
     start = tl.where(inside, first_row, 0).to(tl.int64)[:, None] * 256 + tl.arange(0, 128)[None, :]
     kv_ptr += start
     gate_ptr += start
-    kv0, gate0 = _slot(0, kv_ptr, gate_ptr, ape_ptr, previous)
-    kv1, gate1 = _slot(1, kv_ptr, gate_ptr, ape_ptr, previous)
-    kv2, gate2 = _slot(2, kv_ptr, gate_ptr, ape_ptr, previous)
-    kv3, gate3 = _slot(3, kv_ptr, gate_ptr, ape_ptr, previous)
-    kv4, gate4 = _slot(4, kv_ptr, gate_ptr, ape_ptr, previous)
-    kv5, gate5 = _slot(5, kv_ptr, gate_ptr, ape_ptr, previous)
-    kv6, gate6 = _slot(6, kv_ptr, gate_ptr, ape_ptr, previous)
-    kv7, gate7 = _slot(7, kv_ptr, gate_ptr, ape_ptr, previous)
+    kv0, gate0 = _slot(0, kv_ptr, gate_ptr, previous)
+    kv1, gate1 = _slot(1, kv_ptr, gate_ptr, previous)
+    kv2, gate2 = _slot(2, kv_ptr, gate_ptr, previous)
+    kv3, gate3 = _slot(3, kv_ptr, gate_ptr, previous)
+    kv4, gate4 = _slot(4, kv_ptr, gate_ptr, previous)
+    kv5, gate5 = _slot(5, kv_ptr, gate_ptr, previous)
+    kv6, gate6 = _slot(6, kv_ptr, gate_ptr, previous)
+    kv7, gate7 = _slot(7, kv_ptr, gate_ptr, previous)
+    if not INTERPRETED:
+        # holds nothing up in a single warp, but keeps the compiler from loading kv only after the exponentials
+        tl.debug_barrier()
+    gate0 += _position_bias(0, ape_ptr)
+    gate1 += _position_bias(1, ape_ptr)
+    gate2 += _position_bias(2, ape_ptr)
+    gate3 += _position_bias(3, ape_ptr)
+    gate4 += _position_bias(4, ape_ptr)
+    gate5 += _position_bias(5, ape_ptr)
+    gate6 += _position_bias(6, ape_ptr)
+    gate7 += _position_bias(7, ape_ptr)
     # a maximum drops NaN, but exp(NaN - maximum) brings it back
     highest = tl.maximum(tl.maximum(gate0, gate1), tl.maximum(gate2, gate3))
     highest = tl.maximum(highest, tl.maximum(tl.maximum(gate4, gate5), tl.maximum(gate6, gate7)))
@@ -95,19 +110,6 @@ def _pool(kv_ptr, gate_ptr, ape_ptr, first_row, entry, tokens):
     x += kv6 * quotient(power6, total, inverse)
     x += kv7 * quotient(power7, total, inverse)
     return tl.where(inside[:, None], x, float("nan"))
-
-
-@triton.jit
-def _rotate_last_64(x, cos_ptr, sin_ptr, e, ROWS: tl.constexpr):
-    """RoPE of the last 64 dims of x [ROWS, 128], interleaved pairs (2i, 2i+1), by lines e of the tables."""
-    a, b = tl.split(tl.reshape(x, (ROWS, 64, 2)))
-    pair = tl.arange(0, 64)[None, :]
-    turns = pair >= 32
-    offsets = e[:, None] * 32 + pair % 32
-    cos = tl.load(cos_ptr + offsets)
-    sin = tl.load(sin_ptr + offsets)
-    turned_a, turned_b = rotate_pairs(a, b, cos, sin)
-    return tl.reshape(tl.join(tl.where(turns, turned_a, a), tl.where(turns, turned_b, b)), (ROWS, 128))
 
 
 @triton.jit
@@ -147,7 +149,15 @@ def store_key_kernel(
     there = tl.minimum(e, entries - 1)  # entries past the end repeat the last one
     first_row = tl.load(token_row_ptr + there)
     entry = tl.load(entry_index_ptr + there)
+    slot_number = tl.load(slots_ptr + there)
     cols = tl.arange(0, 128)[None, :]
+    if WEIGHT_BF16:
+        weight = bf16_code_to_fp32(tl.load(norm_weight_ptr + cols))
+    else:
+        weight = tl.load(norm_weight_ptr + cols)
+    pair = tl.arange(0, 64)[None, :]
+    angles = there[:, None] * 32 + pair % 32
+    cos, sin = tl.load(cos_ptr + angles), tl.load(sin_ptr + angles)
 
     x = _pool(kv_ptr, gate_ptr, ape_ptr, first_row, entry, tokens)
     if ROUND_POOL:
@@ -155,15 +165,14 @@ def store_key_kernel(
 
     mean_square = tl.sum(x * x, axis=1) * 0.0078125  # 1/128
     inverse = reciprocal(tl.sqrt_rn(mean_square + eps))
-    if WEIGHT_BF16:
-        weight = (tl.load(norm_weight_ptr + cols).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        weight = tl.load(norm_weight_ptr + cols)
     x = x * inverse[:, None] * weight
     if ROUND_NORM:
         x = round_to_bf16(x)
 
-    x = _rotate_last_64(x, cos_ptr, sin_ptr, there, ROWS)
+    a, b = tl.split(tl.reshape(x, (ROWS, 64, 2)))
+    turned_a, turned_b = rotate_pairs(a, b, cos, sin)
+    turns = pair >= 32
+    x = tl.reshape(tl.join(tl.where(turns, turned_a, a), tl.where(turns, turned_b, b)), (ROWS, 128))
     if ROUND_ROPE:
         x = round_to_bf16(x)
     x = tl.trans(x)
@@ -174,8 +183,7 @@ def store_key_kernel(
     if FP4_STEP:
         x = fp4_fake_quantise(x)
 
-    slot_number = tl.load(slots_ptr + e, mask=mask, other=-1)
-    stored = (slot_number >= 0) & (slot_number < capacity)
+    stored = mask & (slot_number >= 0) & (slot_number < capacity)
     slot_number = tl.where(stored, slot_number, 0)
     page_ptr += slot_number // _PAGE * page_stride
     row = slot_number % _PAGE

@@ -22,6 +22,7 @@ from .rounding import (
     e4m3_word,
     fp32_bits,
     fp32_of_bits,
+    larger_magnitude,
     reciprocal,
     round_to_e2m1,
     ue8m0_to_fp32,
@@ -136,17 +137,19 @@ def quantise_e4m3(x, amax_floor, POWER_OF_TWO: tl.constexpr):
     A code is RNE(x * (1 / scale)), division and product each rounded, as SGLang's store does; with a power of
     two that is the quotient itself. A scale of 0 (zero row, floor 0) gives zero codes.
     """
-    amax = at_least(amax_of(x, 0), amax_floor)
+    even, odd = even_odd(x)
+    x0, x2 = even_odd(even)
+    x1, x3 = even_odd(odd)
+    largest = larger_magnitude(larger_magnitude(x0, x1), larger_magnitude(x2, x3))
+    amax = at_least(amax_of(largest, 0), amax_floor)
     scale = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))
     if POWER_OF_TWO:
         scale = ue8m0_to_fp32(ceil_power_of_two(scale))
     finite = fp32_bits(amax) < 0x7F80_0000
     scale = tl.where(finite, scale, fp32_of_bits(tl.full(amax.shape, 0x7FC0_0000, tl.int32)))
     divisor = tl.where(scale == 0.0, 1.0, scale)
-    even, odd = even_odd(x * reciprocal(divisor)[None, :])
-    x0, x2 = even_odd(even)
-    x1, x3 = even_odd(odd)
-    return e4m3_word(x0, x1, x2, x3), scale
+    inverse = reciprocal(divisor)[None, :]
+    return e4m3_word(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse), scale
 
 
 @triton.jit
