@@ -28,6 +28,7 @@ from .layout import (
 )
 from .logits import paged_logits, paged_logits_naive, ragged_logits, ragged_logits_naive
 from .quantise_query import QuantisedQuery, quantise_query
+from .select import select, select_paged
 from .store_key import store_key
 from .topk import topk, topk_naive
 
@@ -45,6 +46,8 @@ __all__ = [
     "ragged_logits",
     "ragged_logits_naive",
     "read_entries",
+    "select",
+    "select_paged",
     "store_key",
     "topk",
     "topk_naive",

@@ -35,7 +35,8 @@ from .rounding import INTERPRETED
 from .store_key import ROWS as KEY_ROWS
 from .store_key import WARPS as KEY_WARPS
 from .store_key import store_key_kernel
-from .topk import COLUMNS, topk_kernel
+from .topk import COLUMNS, COMBINE_REGISTERS, LIST, REGISTERS, combine_kernel, stream_kernel
+from .topk import WARPS as TOPK_WARPS
 from .tuning import PLAIN, SM90
 
 ARCHITECTURES = (90, 100, 120)
@@ -58,7 +59,7 @@ class Case:
     types: Sequence[str]
     constants: dict[str, Any]
     options: dict[str, Any]
-    """num_warps may be a dict by major compute capability."""
+    """A value may be a dict by major compute capability."""
     architectures: Sequence[int] = ARCHITECTURES
 
     def options_for(self, architecture: int) -> dict[str, Any]:
@@ -171,15 +172,33 @@ def cases() -> list[Case]:
                 options=fast,
             )
         )
-        listed.append(
-            Case(
-                name=f"topk{' starts' if starts else ''}",
-                kernel=topk_kernel,
-                types=["*fp32", "*i32", "*i32", "*i32", "i32", "i32", "i32"],
-                constants={"HAS_STARTS": starts, "COLUMNS": COLUMNS},
-                options=fast,
+    lists = {"COLUMNS": COLUMNS, "LIST": LIST}
+    for name, first, last, shrink in (
+        ("topk", True, True, True),
+        ("topk part", True, False, True),
+        ("select first", True, False, False),
+        ("select next", False, False, False),
+        ("select last", False, True, True),
+    ):
+        for starts in (False, True) if name.startswith("topk") else (True,):
+            listed.append(
+                Case(
+                    name=f"{name}{' starts' if starts and name.startswith('topk') else ''}",
+                    kernel=stream_kernel,
+                    types=["*fp32"] + ["*i32"] * 7 + ["i32"] * 6,
+                    constants=lists | {"HAS_STARTS": starts, "FIRST": first, "LAST": last, "SHRINK": shrink},
+                    options={"num_warps": TOPK_WARPS, "maxnreg": REGISTERS},
+                )
             )
+    listed.append(
+        Case(
+            name="topk combine",
+            kernel=combine_kernel,
+            types=["*i32"] * 6 + ["i32"] * 2,
+            constants=lists,
+            options={"num_warps": TOPK_WARPS, "maxnreg": COMBINE_REGISTERS},
         )
+    )
     return listed
 
 

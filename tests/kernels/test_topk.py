@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diffcheck.kernels import topk, topk_naive
+from diffcheck.kernels.topk import COLUMNS, LIST, PART, _parts
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 NAN, INF = float("nan"), float("inf")
@@ -139,14 +140,64 @@ def test_errors_name_what_was_found(device):
         topk(logits, lengths, 1, lengths[:1])
 
 
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("order", ["random", "ascending", "descending", "equal", "NaN"])
+def test_parts_and_tiles_do_not_show(parts, order, device):
+    """Tiles of 16 fill and shrink the lists many times; a row's parts are of its visible range, some are empty."""
+    scores = torch.randn(3, 150)
+    logits = {
+        "random": scores.bfloat16().float(),
+        "ascending": scores.sort().values,
+        "descending": scores.sort(descending=True).values,
+        "equal": torch.zeros(3, 150),
+        "NaN": torch.where(scores > 0, NAN, scores),
+    }[order].to(device)
+    starts, lengths = (torch.tensor(t, dtype=torch.int32, device=device) for t in ([0, 45, 3], [150, 101, 17]))
+    for k in (1, 15, 40):
+        got = topk(logits, lengths, k, starts, _tile=16, _parts_per_row=parts)
+        assert torch.equal(got, topk_naive(logits, lengths, k, starts))
+
+
+def test_more_rows_than_programs(device):
+    """A program's list is empty again for its next row."""
+    check(torch.randn(25, 70), [70, 3, 0, 69, 8] * 5, 9, device)
+
+
+def test_lists_longer_than_their_registers(device):
+    """k + COLUMNS > 2 * LIST: most of the list is read again at each count."""
+    k = 2 * LIST + 100
+    columns = k + 2 * COLUMNS + 300
+    check(torch.randn(1, columns).bfloat16().float(), [columns], k, device)
+    check(torch.arange(columns).float()[None], [columns], k, device)
+
+
+def test_rows_are_shared_where_they_are_few_and_long():
+    assert _parts(1, 131072, 512, 396) == 16
+    assert _parts(64, 32768, 512, 396) == 6
+    assert _parts(1, 4 * PART, 512, 396) == 4
+    for rows, columns, k in ((1, 4 * PART - 1, 512), (100, 131072, 512), (8192, 131072, 512), (1, 30000, 4096)):
+        assert _parts(rows, columns, k, 396) == 1
+
+
+def test_out_is_written(device):
+    logits = torch.randn(2, 30, device=device)
+    lengths = torch.tensor([30, 2], dtype=torch.int32, device=device)
+    out = torch.full((4, 3), 77, dtype=torch.int32, device=device)
+    assert topk(logits, lengths, 3, out=out[1:3]).data_ptr() == out[1].data_ptr()
+    assert torch.equal(out[1:3], topk_naive(logits, lengths, 3))
+    assert out[[0, 3]].eq(77).all()
+    with pytest.raises(ValueError, match=r"out is torch.int32 \[4, 3\], expected torch.int32 \[2, 3\]"):
+        topk(logits, lengths, 3, out=out)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [512, 1024, 2048])
 @pytest.mark.parametrize("offset", [0.0, 100.0])
 def test_flash_shapes(k, offset, device):
     """262144 entries, batches of 4 and 64; 20 reruns."""
-    for rows, columns in ((4, 262144), (64, 70000)):
+    for rows, columns in ((1, 131072), (4, 262144), (64, 70000), (2000, 20000)):
         logits = offset + 0.5 * torch.randn(rows, columns)
-        logits[1] = offset
+        logits[rows // 2] = offset
         lengths = [columns - 3 * r for r in range(rows)]
         got = check(logits, lengths, k, device)
         lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
