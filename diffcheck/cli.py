@@ -165,12 +165,13 @@ def bench(
         str | None, typer.Option(help="Kernels to time, comma separated; default all there are.")
     ] = None,
     shapes: Annotated[
-        str | None, typer.Option(help="prefill:ROWSxENTRIES and decode:REQUESTSxENTRIES, comma separated.")
+        str | None,
+        typer.Option(help="Such as prefill:4096x65536, decode:, select:, select-decode:, queries:8192, keys:."),
     ] = None,
     formats: Annotated[str, typer.Option(help="Key formats: e4m3, bf16, e2m1.")] = "e4m3",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the records to this file.")] = None,
 ) -> None:
-    """Time the logits kernels, accuracy first: no speed is printed for a wrong result. Needs a CUDA device."""
+    """Time the kernels, accuracy first: no speed is printed for a wrong result. Needs a CUDA device."""
     from .bench import DEFAULT_SHAPES, render
     from .bench import bench as measure
 

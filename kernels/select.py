@@ -61,7 +61,9 @@ def select(
 
     def scores(part: slice, entries: slice, begin: Tensor, stop: Tensor) -> Tensor:
         scales = None if key_scales is None else key_scales[entries]
-        return ragged_logits(_rows_of(query, part), keys[entries], scales, begin, stop, fmt=fmt, exact=exact)
+        return ragged_logits(
+            _rows_of(query, part), keys[entries], scales, begin, stop, fmt=fmt, exact=exact, fill=False
+        )
 
     begin, stop = start.clamp(0, count), end.clamp(0, count)
     if count <= _segment:
@@ -103,8 +105,7 @@ def select_paged(
 ) -> Tensor:
     """Decode selection, int32 [R, k]: exactly `topk(paged_logits(...), lengths, k)`.
 
-    query, pages, block_table, lengths, fmt, max_length, next_n: as `paged_logits` takes them. exact: as for `select`;
-    decode has one kernel, which is exact. Result as `topk`. Requests are taken so many at a time that their scores fit
+    query, pages, block_table, lengths, fmt, max_length, next_n, exact: as `paged_logits` takes them. Result as `topk`. Requests are taken so many at a time that their scores fit
     the workspace (one request in any case); nothing waits for the device. Raises ValueError as `paged_logits` and
     `topk` do.
     """
@@ -116,7 +117,7 @@ def select_paged(
         part = slice(requests.start * next_n, requests.stop * next_n)
         scores = paged_logits(
             _rows_of(query, part), pages, block_table[requests], lengths[part],
-            fmt=fmt, max_length=max_length, next_n=next_n,
+            fmt=fmt, max_length=max_length, next_n=next_n, exact=exact, fill=False,
         )  # fmt: skip
         topk(scores, lengths[part], k, out=out[part])
         del scores  # so that the next ones take its place

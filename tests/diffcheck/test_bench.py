@@ -10,10 +10,17 @@ from diffcheck import bench
 from diffcheck.errors import EnvironmentMissing, InputError
 
 
-@pytest.mark.parametrize("text", ["prefill", "prefill:3", "prefill:3x", "decode:0x4", "train:3x4", "decode:3x4x5"])
+@pytest.mark.parametrize(
+    "text", ["prefill", "prefill:3", "prefill:3x", "decode:0x4", "train:3x4", "decode:3x4x5", "queries:3x4", "keys:6"]
+)
 def test_bad_shapes(text):
     with pytest.raises(InputError, match="--shapes"):
         bench.Shape.parse(text)
+
+
+def test_shapes_read_back_as_written():
+    for text in bench.DEFAULT_SHAPES:
+        assert str(bench.Shape.parse(text)) == text
 
 
 def test_visible_entries():
@@ -36,21 +43,47 @@ def rendered(record):
 
 
 def test_a_wrong_result_prints_no_speed():
-    line = rendered({"shape": "decode:1x64", "format": "e4m3", "backend": "mine", "calc_diff": 0.5, "wrong": True})
+    line = rendered(
+        {
+            "shape": "decode:1x64",
+            "format": "e4m3",
+            "backend": "mine",
+            "bytes_per_entry": 132,
+            "measure": "calc_diff",
+            "error": 0.5,
+            "wrong": True,
+        }
+    )
     assert "WRONG" in line
     assert "TB/s" not in line
     assert "ms" not in line
 
 
+TOP = {"copy_tb_s": 4.0, "fp8_tflop_s": 1000.0}
+BREAK = {
+    "calc_diff": lambda scores: scores.roll(1, 1).nan_to_num(neginf=0),
+    "missed": lambda places: places.roll(1, 0),
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", bench.FORMATS)
-@pytest.mark.parametrize("shape", ["prefill:128x1000", "decode:3x200"])
-def test_right_and_wrong_kernels(fmt, shape, monkeypatch):
-    problem = bench.Problem.make(bench.Shape.parse(shape), fmt, seed=0)
-    top = {"copy_tb_s": 4.0, "fp8_tflop_s": 1000.0}
-    good = bench._measure("triton", bench._run_triton, [problem], top)
-    assert good["calc_diff"] < 1e-10
+@pytest.mark.parametrize(
+    "text", ["prefill:128x1000", "decode:3x200", "select:300x4000", "select-decode:3x2000", "queries:64", "keys:256"]
+)
+def test_right_and_wrong_kernels(fmt, text):
+    shape = bench.Shape.parse(text)
+    problem = bench.make(shape, fmt, seed=0)
+    run = bench.runners(shape.kind)["triton"]
+    good = bench.measure("triton", run, [problem], TOP)
+    assert good["error"] < (1e-10 if problem.measure == "calc_diff" else problem.limit)
     assert good["ms"] > 0
-    bad = bench._measure("broken", lambda p: bench._run_triton(p).roll(1, 1).nan_to_num(neginf=0), [problem], top)
+    assert good["bytes_per_entry"] == problem.bytes_per_entry
+    if problem.measure == "different":
+        pages_or_query = run(problem)()
+        (pages_or_query if shape.kind == "keys" else pages_or_query.codes.view(torch.uint8)).fill_(1)
+        assert not problem.error(pages_or_query) < problem.limit
+        return
+    bad = bench.measure("broken", lambda p: lambda: BREAK[p.measure](run(p)()), [problem], TOP)
     assert bad["wrong"]
     assert "ms" not in bad

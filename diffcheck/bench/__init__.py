@@ -1,0 +1,124 @@
+"""`diffcheck bench`: accuracy first, then speed, of every kernel on the same bytes.
+
+One line a case. The error is taken against fp64 or the emulation on a sample; a result whose error is not below its
+limit is wrong, and no speed is printed for it. `shapes` says what is timed, `timing` how, `logits` and `writers` what
+the problems are and who can solve them. The ceilings (a device copy, an fp8 matrix product) are of the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..errors import EnvironmentMissing, InputError
+from . import logits, writers
+from .shapes import DEFAULT_SHAPES, TOKENS, Shape
+from .timing import ceilings, milliseconds
+
+__all__ = ["DEFAULT_SHAPES", "FORMATS", "Shape", "bench", "measure", "render"]
+
+FORMATS = ("e4m3", "bf16", "e2m1")
+TWO_SETS_BELOW = 2 << 30
+"""Bytes of a problem up to which two sets of inputs are rotated."""
+
+Problem = logits.Problem | writers.Queries | writers.Keys
+Runner = Callable[[Any], Callable[[], Any]]
+
+
+def bench(names: list[str] | None, shapes: list[str], formats: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the ceilings, then one record a case. Raises EnvironmentMissing without a CUDA device."""
+    parsed = [Shape.parse(text) for text in shapes]
+    unknown = [fmt for fmt in formats if fmt not in FORMATS]
+    if unknown:
+        raise InputError(f"--formats: unknown {unknown[0]!r}, expected {', '.join(FORMATS)}")
+    if not torch.cuda.is_available():
+        raise EnvironmentMissing("bench needs a CUDA device, torch sees none here")
+    available = {shape.kind: runners(shape.kind) for shape in parsed}
+    known = {name for some in available.values() for name in some}
+    for name in names or []:
+        if name not in known:
+            raise EnvironmentMissing(f"--backend: {name} has no such kernel here, expected one of {sorted(known)}")
+    top = ceilings()
+    yield {"device": torch.cuda.get_device_name(), **top}
+    for shape in parsed:
+        for fmt in formats:
+            sets = [make(shape, fmt, seed=0)]
+            if sets[0].bytes < TWO_SETS_BELOW:
+                sets.append(make(shape, fmt, seed=1))
+            for name, run in available[shape.kind].items():
+                if names is None or name in names:
+                    yield measure(name, run, sets, top)
+            del sets
+            torch.cuda.empty_cache()
+
+
+def make(shape: Shape, fmt: str, seed: int) -> Problem:
+    """Random inputs on the device."""
+    if shape.kind in TOKENS:
+        return (writers.Queries if shape.kind == "queries" else writers.Keys).make(shape, fmt, seed)
+    return logits.Problem.make(shape, fmt, seed)
+
+
+def runners(kind: str) -> dict[str, Runner]:
+    """Who can solve a kind of problem here: name -> function that prepares a call; it raises ValueError to refuse."""
+    return writers.runners() if kind in TOKENS else logits.runners(kind)
+
+
+def measure(name: str, prepare: Runner, sets: list[Any], top: dict[str, float]) -> dict[str, Any]:
+    """The record of one case: error, then times if it is right."""
+    problem = sets[0]
+    record: dict[str, Any] = {
+        "shape": str(problem.shape),
+        "format": problem.fmt,
+        "backend": name,
+        "bytes_per_entry": problem.bytes_per_entry,
+        "measure": problem.measure,
+    }
+    try:
+        calls = [prepare(each) for each in sets]
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        result = calls[0]()
+        torch.cuda.synchronize()
+    except ValueError as error:
+        return record | {"refused": str(error)}
+    record["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
+    record["error"] = problem.error(result)
+    del result
+    if not record["error"] < problem.limit:
+        return record | {"wrong": True}
+    median, spread = milliseconds(calls)
+    rate = problem.bytes / median / 1e9
+    record |= {"ms": median, "spread_ms": spread, "tb_s": rate, "of_copy": rate / top["copy_tb_s"]}
+    if problem.operations:
+        tera = problem.operations / median / 1e9
+        record |= {"tflop_s": tera, "of_fp8": tera / top["fp8_tflop_s"]}
+    return record
+
+
+def render(console: Console, record: dict[str, Any]) -> None:
+    """One aligned line."""
+    if "copy_tb_s" in record:
+        text = (
+            f"{record['device']}: copy {record['copy_tb_s']:.2f} TB/s, fp8 matmul {record['fp8_tflop_s']:.0f} TFLOP/s, "
+            f"empty kernel {record['empty_ms']:.4f} ms"
+        )
+    else:
+        text = f"{record['shape']:20s} {record['format']:4s} {record['bytes_per_entry']:3d} B {record['backend']:26s} "
+        if "refused" in record:
+            text += f"refused: {record['refused']}"
+        elif record.get("wrong"):
+            text += f"WRONG: {record['measure']} {record['error']:.1e}, no speed for a wrong result"
+        else:
+            text += (
+                f"{record['measure']:9s} {record['error']:7.1e} {record['ms']:9.4f} ms +-{record['spread_ms']:.4f} "
+                f"{record['tb_s']:6.2f} TB/s ({record['of_copy']:4.0%}) "
+            )
+            if "tflop_s" in record:
+                text += f"{record['tflop_s']:6.0f} TFLOP/s ({record['of_fp8']:4.0%}) "
+            text += f"peak {record['peak_mib']:.0f} MiB"
+    console.print(text, highlight=False, soft_wrap=True)
