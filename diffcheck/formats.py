@@ -137,7 +137,8 @@ def block_scales(amax: Tensor, fmt: Format) -> Tensor:
     """Scale of each block from its largest magnitude (fp32, any shape); 0 only for amax 0 with no floor."""
     element = ELEMENTS[fmt.element]
     amax = amax.clamp_min(fmt.amax_floor)
-    raw = amax / element.maximum
+    # by a tensor: on CUDA torch divides by a number as it multiplies by its reciprocal, an ulp off
+    raw = amax / torch.full_like(amax, element.maximum)
     if fmt.scale == "fp32":
         return torch.where(amax.isfinite(), raw, torch.nan)
     if fmt.scale == "e4m3":

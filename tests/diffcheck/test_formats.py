@@ -348,3 +348,12 @@ def test_names():
     assert str(E2M1_REFERENCE).startswith("e2m1/32/ue8m0")
     described = Format(element="e4m3", scale="ue8m0", rule="floor", ties="down", reciprocal=True)
     assert str(described) == "e4m3/128/ue8m0:floor,ties=down,reciprocal"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", [Format(element="e4m3", block=128, scale="fp32", reciprocal=True), E2M1_REFERENCE])
+def test_the_device_does_not_show(fmt):
+    """bf16 numbers meet many midpoints, where an ulp of the scale decides the code."""
+    x = torch.randn(4096, 128).bfloat16().float()
+    for here, there in zip(quantise(x, fmt), quantise(x.cuda(), fmt), strict=True):
+        assert torch.equal(here, there.cpu())
