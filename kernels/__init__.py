@@ -8,6 +8,9 @@ The path of one layer, each arrow one kernel::
     QuantisedQuery, keys        --ragged_logits--> scores  (prefill: start and end per row)
     scores                      --topk--> selected entries
 
+`select` and `select_paged` take the last two steps together, a segment of entries at a time, where the scores of all
+entries would not fit.
+
 Three cache formats are known (`layout.PAGE_FORMATS`): e4m3 with an fp32 scale per entry (132 bytes), bf16
 (256 bytes) and e2m1 with four ue8m0 scales (68 bytes). Correct first: every rounding is spelled out on fp32
 bits (`rounding`), no result depends on the launch, and nothing poisoned becomes finite.

@@ -61,6 +61,8 @@ class Case:
     options: dict[str, Any]
     """A value may be a dict by major compute capability."""
     architectures: Sequence[int] = ARCHITECTURES
+    aligned: Sequence[str] = ()
+    """Integer arguments that are multiples of 16 in deployments, which a launch finds too."""
 
     def options_for(self, architecture: int) -> dict[str, Any]:
         """Launch options on one architecture."""
@@ -187,7 +189,8 @@ def cases() -> list[Case]:
                     kernel=stream_kernel,
                     types=["*fp32"] + ["*i32"] * 7 + ["i32"] * 6,
                     constants=lists | {"HAS_STARTS": starts, "FIRST": first, "LAST": last, "SHRINK": shrink},
-                    options={"num_warps": TOPK_WARPS, "maxnreg": REGISTERS},
+                    options={"num_warps": TOPK_WARPS, "maxnreg": {m: r[shrink] for m, r in REGISTERS.items()}},
+                    aligned=("row_stride", "columns", "k"),
                 )
             )
     listed.append(
@@ -197,6 +200,7 @@ def cases() -> list[Case]:
             types=["*i32"] * 6 + ["i32"] * 2,
             constants=lists,
             options={"num_warps": TOPK_WARPS, "maxnreg": COMBINE_REGISTERS},
+            aligned=("k",),
         )
     )
     return listed
@@ -263,8 +267,8 @@ def compile_case(case: Case, architecture: int) -> Compiled:
     assert len(names) == len(case.types), f"{case.name}: {len(case.types)} types for {len(names)} arguments"
     signature = dict(zip(names, case.types, strict=True)) | dict.fromkeys(case.constants, "constexpr")
     # what a launch finds for torch tensors: pointers aligned to 16 bytes
-    pointers = [name for name in names if signature[name].startswith("*")]
-    aligned = {(arguments.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    multiples = [name for name in names if signature[name].startswith("*") or name in case.aligned]
+    aligned = {(arguments.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = _source(case.kernel)(
         case.kernel,
         {name: signature[name] for name in arguments},

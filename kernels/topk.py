@@ -35,9 +35,9 @@ COLUMNS = 1024
 LIST = 2048
 """Keys of a list that stay in registers while its k-th is looked for; the others are read again."""
 WARPS = 8
-REGISTERS = {9: 80, 10: 80, 12: 128}
-"""Registers of a thread by major compute capability: with 80 three programs fit a multiprocessor, left alone the
-compiler takes 120; on 12 it would spill.
+REGISTERS = {9: (64, 80), 10: (128, 128), 12: (128, 128)}
+"""Registers of a thread without and with SHRINK, by major compute capability: few that do not spill. Left alone the
+compiler takes 120 on 9, so that two programs fill a multiprocessor instead of four and three.
 """
 COMBINE_REGISTERS = 128
 LISTS_BYTES = 24 << 20
@@ -75,15 +75,13 @@ def _keep_best(keys_ptr, columns_ptr, count, limit, k, COLUMNS: tl.constexpr, LI
     """Shrink a list of count > k keys, none below the limit, to its k best, in order; returns the new limit: k keys are
     at least that.
     """
+    tl.static_assert(COLUMNS < LIST)  # so what a full list has beyond LIST is shorter than k
     tl.debug_barrier()  # other threads stored the list
     index = tl.arange(0, LIST)
     held = tl.load(keys_ptr + index, mask=index < count, other=_LOWEST)
     high = tl.max(held, axis=0)
-    for first in range(LIST, count, LIST):
-        more = tl.load(keys_ptr + first + index, mask=first + index < count, other=_LOWEST)
-        high = tl.maximum(high, tl.max(more, axis=0))
     low = tl.maximum(limit, _NAN)
-    # k keys or more are >= low and fewer are > high, until low is the k-th key or parts exactly k from the others
+    # k keys or more are >= low and fewer than k are > high; in the end low is the k-th key or parts k from the others
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # mean rounded up, without overflow
         number = _at_least(held, keys_ptr, count, middle, LIST)
@@ -284,17 +282,18 @@ def stream(
     assert last or programs == len(scores) * parts, "lists that stay belong to one job each"
     assert len(lists.keys) >= programs
     tile = lists.keys.shape[1] - k
+    shrink = last or parts > 1
     stream_kernel[(programs,)](
         scores, lengths if starts is None else starts, lengths, lists.keys, lists.columns, lists.counts, lists.limits,
         out, scores.stride(0), scores.shape[1], len(scores) * parts, parts, offset, k, HAS_STARTS=starts is not None,
-        FIRST=first, LAST=last, SHRINK=last or parts > 1, COLUMNS=tile, LIST=LIST,
-        num_warps=WARPS, maxnreg=_registers(scores.device),
+        FIRST=first, LAST=last, SHRINK=shrink, COLUMNS=tile, LIST=LIST,
+        num_warps=WARPS, maxnreg=_registers(shrink, scores.device),
     )  # fmt: skip
 
 
-def _registers(device: torch.device) -> int:
+def _registers(shrink: bool, device: torch.device) -> int:
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
-    return REGISTERS.get(major, 128)
+    return REGISTERS.get(major, (128, 128))[shrink]
 
 
 def _programs(k: int, device: torch.device) -> int:

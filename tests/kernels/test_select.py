@@ -107,14 +107,14 @@ def test_two_requests_and_gaps(fmt):
     start = [0, 0, 130, 130, 200, 201, 90, 260, -5, 250]
     end = [1, 129, 131, 260, 259, 201, 80, 260, 3, 1000]
     problem = random_problem(fmt, len(start), 260)
-    for rows, segment in ((1, 64), (4, 64), (10, 128)):
+    for rows, segment in ((4, 64), (10, 128)):
         check(problem, start, end, 9, rows=rows, segment=segment, fmt=fmt)
 
 
 def test_neither_chunk_nor_segment_shows(small_lists):
-    problem = random_problem("e4m3", 7, 300)
-    start, end = [0, 5, 100, 0, 150, 299, 64], [300, 290, 101, 0, 300, 300, 128]
-    results = [check(problem, start, end, 17, rows=r, segment=s) for r, s in ((2, 64), (4, 192), (7, 320))]
+    problem = random_problem("e4m3", 5, 260)
+    start, end = [0, 100, 0, 150, 64], [260, 101, 0, 260, 128]
+    results = [check(problem, start, end, 17, rows=r, segment=s) for r, s in ((2, 64), (3, 192))]
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -235,15 +235,13 @@ def test_errors_name_what_was_found():
 
 
 def paged(fmt, requests, count):
-    """Pages of `requests` requests with `count` keys each, in shuffled order, and the block table."""
-    _, keys, scales = random_problem(fmt, 1, requests * count)
+    """Pages enough for `count` keys, and a block table in which each request has them all in its own order."""
     width = -(-count // 64)
-    table = torch.randperm(requests * width).to(torch.int32).view(requests, width).to(DEVICE)
-    pages = allocate_pages(fmt, requests * width, DEVICE)
-    entry = torch.arange(count, device=DEVICE)
-    slots = (table[:, entry // 64].long() * 64 + entry % 64).flatten()
-    write_entries(pages, fmt, slots, keys, scales)
-    return pages, table
+    _, keys, scales = random_problem(fmt, 1, width * 64)
+    pages = allocate_pages(fmt, width, DEVICE)
+    write_entries(pages, fmt, torch.arange(width * 64, device=DEVICE), keys, scales)
+    table = torch.stack([torch.randperm(width) for _ in range(requests)])
+    return pages, table.to(torch.int32).to(DEVICE)
 
 
 @pytest.mark.parametrize("fmt", PAGE_FORMATS)
