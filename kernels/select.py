@@ -10,7 +10,7 @@ Each score is one (query row, key) product, whatever the tile it is computed in,
 order are one set: so neither chunk nor segment shows in the result.
 
 Memory beyond the result: the workspace (32 MiB) and the lists, 8 * (k + 1024) bytes a row of the chunk and at most
-`topk.LISTS_BYTES` (24 MiB; above k = 2048 a chunk has fewer rows for it).
+`topk.LISTS_BYTES` (25 MiB; above k = 2048 a chunk has fewer rows for it).
 
 Letters: M prefill rows, N keys, R decode rows, B requests.
 """
@@ -47,7 +47,7 @@ def select(
     query, keys, key_scales, start, end, fmt, exact: as `ragged_logits` takes them. A row's result is the columns
     (numbered over all keys) of its k best scores in ascending order, then -1; ties, NaN and zeros as in `topk`.
 
-    Peak memory beyond the result: 56 MiB for k <= 2048. Waits for the device once, to learn which entries each chunk
+    Peak memory beyond the result: below 58 MiB. Waits for the device once, to learn which entries each chunk
     sees. Raises ValueError as `ragged_logits` and `topk` do.
     """
     _check_k(k)

@@ -40,7 +40,7 @@ REGISTERS = {9: (64, 80), 10: (128, 128), 12: (128, 128)}
 compiler takes 120 on 9, so that two programs fill a multiprocessor instead of four and three.
 """
 COMBINE_REGISTERS = 128
-LISTS_BYTES = 24 << 20
+LISTS_BYTES = 25 << 20
 """Bound of the lists of one launch."""
 PROGRAMS_PER_SM = 3
 PART = 4096
