@@ -113,6 +113,13 @@ def quantise_query_kernel(
     else:
         angles = (there // HEADS)[:, None] * 32 + pairs
         cos, sin = tl.load(cos_ptr + angles), tl.load(sin_ptr + angles)
+    if GATE_BF16:
+        gate = bf16_code_to_fp32(tl.load(gate_ptr + there))
+    else:
+        gate = tl.load(gate_ptr + there)
+    if not INTERPRETED:
+        # holds nothing up in a single warp, but keeps the compiler from putting a load off until its use
+        tl.debug_barrier()
     a, b = bf16_word_to_fp32(turning)
     a, b = rotate_pairs(a, b, cos, sin)
     if ROUND_ROPE:
@@ -128,10 +135,6 @@ def quantise_query_kernel(
     if FP4_STEP:
         x = fp4_fake_quantise(x)
 
-    if GATE_BF16:
-        gate = bf16_code_to_fp32(tl.load(gate_ptr + there))
-    else:
-        gate = tl.load(gate_ptr + there)
     gate = gate * gate_scale
     if FMT == "bf16":
         store_words(codes_ptr, r, bf16_words(x), mask)
