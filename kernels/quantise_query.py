@@ -68,13 +68,6 @@ class QuantisedQuery:
 
 
 @triton.jit
-def store_words(ptr, r, words, mask):
-    """Write words int32 [W, ROWS] as the lines r of a table of W columns."""
-    columns = tl.arange(0, words.shape[0])[None, :]
-    tl.store(ptr + r[:, None] * words.shape[0] + columns, tl.trans(words), mask=mask[:, None])
-
-
-@triton.jit
 def quantise_query_kernel(
     q_ptr,
     gate_ptr,
@@ -98,25 +91,23 @@ def quantise_query_kernel(
     ROWS: tl.constexpr,
 ):
     """One program makes ROWS rows of q viewed as [T * H, 128]; q and the codes are int32 words."""
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask = r < rows
-    # rows past the end repeat the last one
-    there = tl.minimum(r, rows - 1)
-    r = r.to(tl.int64)
+    first = tl.program_id(0) * ROWS
+    row = tl.arange(0, ROWS)
     pairs = tl.arange(0, 32)[None, :]
-    words = q_ptr + there.to(tl.int64)[:, None] * 64 + pairs
-    still = tl.load(words)
-    turning = tl.load(words + 32)
-    if HEADS % ROWS == 0:
-        angles = tl.program_id(0) // (HEADS // ROWS) * 32 + tl.arange(0, 32)
+    if HEADS % ROWS == 0:  # all rows are one token's
+        angles = first // HEADS * 32 + tl.arange(0, 32)
         cos, sin = tl.load(cos_ptr + angles)[None, :], tl.load(sin_ptr + angles)[None, :]
     else:
-        angles = (there // HEADS)[:, None] * 32 + pairs
+        row = tl.minimum(row, rows - 1 - first)  # past the end the last row once more
+        angles = ((first + row) // HEADS).to(tl.int64)[:, None] * 32 + pairs
         cos, sin = tl.load(cos_ptr + angles), tl.load(sin_ptr + angles)
+    start = first.to(tl.int64)
+    words = q_ptr + start * 64 + row[:, None] * 64 + pairs
+    still, turning = tl.load(words), tl.load(words + 32)
     if GATE_BF16:
-        gate = bf16_code_to_fp32(tl.load(gate_ptr + there))
+        gate = bf16_code_to_fp32(tl.load(gate_ptr + start + row))
     else:
-        gate = tl.load(gate_ptr + there)
+        gate = tl.load(gate_ptr + start + row)
     if not INTERPRETED:
         # holds nothing up in a single warp, but keeps the compiler from putting a load off until its use
         tl.debug_barrier()
@@ -126,8 +117,8 @@ def quantise_query_kernel(
         a, b = bf16_word_to_fp32(tl.trans(bf16_word(a, b)))
     else:
         a, b = tl.trans(a), tl.trans(b)
-    first, second = bf16_word_to_fp32(tl.trans(still))
-    x = stack(interleave(first, second), interleave(a, b))
+    c, d = bf16_word_to_fp32(tl.trans(still))
+    x = stack(interleave(c, d), interleave(a, b))
     if HADAMARD:
         x = hadamard_128(x)
         if ROUND_HADAMARD:
@@ -137,17 +128,17 @@ def quantise_query_kernel(
 
     gate = gate * gate_scale
     if FMT == "bf16":
-        store_words(codes_ptr, r, bf16_words(x), mask)
+        codes = bf16_words(x)
     elif FMT == "e4m3":
         codes, scale = quantise_e4m3(x, amax_floor, POWER_OF_TWO)
-        store_words(codes_ptr, r, codes, mask)
-        tl.store(scales_ptr + r, scale, mask=mask)
+        tl.store(scales_ptr + start + row, scale)
         gate = gate * scale
     else:
-        codes, bytes_ = quantise_e2m1(x, amax_floor, TIES_DOWN)
-        store_words(codes_ptr, r, codes, mask)
-        tl.store(scales_ptr + r, bytes_, mask=mask)
-    tl.store(gate_out_ptr + r, gate, mask=mask)
+        codes, scale_bytes = quantise_e2m1(x, amax_floor, TIES_DOWN)
+        tl.store(scales_ptr + start + row, scale_bytes)
+    WIDTH: tl.constexpr = codes.shape[0]
+    tl.store(codes_ptr + start * WIDTH + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], tl.trans(codes))
+    tl.store(gate_out_ptr + start + row, gate)
 
 
 def quantise_query(

@@ -284,7 +284,7 @@ def test_zero_rows_have_zero_codes(fmt, floor, device):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("heads", [16, 48])
+@pytest.mark.parametrize("heads", [16, 48, 64])
 def test_quantise_query_is_its_recipe(name, heads, device):
     recipe = RECIPES[name] | {"round_bf16": [s for s in RECIPES[name]["round_bf16"] if s in ("rope", "hadamard")]}
     q, gate = torch.randn(5, heads, 128).bfloat16(), torch.randn(5, heads)
