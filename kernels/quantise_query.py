@@ -39,10 +39,10 @@ QUERY_STAGES = ("rope", "hadamard")
 """Stages after which `round_bf16` can ask for one rounding to bf16."""
 
 ROWS = 32
-"""(token, head) rows of one program: one to each thread of one warp."""
-
+"""(token, head) rows of one program: one to each thread of one warp, once a transposition gave it the whole row."""
 
 WARPS = 1
+"""Warps of one program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,9 @@ def quantise_query_kernel(
     start = first.to(tl.int64)
     words = q_ptr + start * 64 + row[:, None] * 64 + pairs
     still, turning = tl.load(words), tl.load(words + 32)
+    gate = tl.load(gate_ptr + start + row)
     if GATE_BF16:
-        gate = bf16_code_to_fp32(tl.load(gate_ptr + start + row))
-    else:
-        gate = tl.load(gate_ptr + start + row)
+        gate = bf16_code_to_fp32(gate)
     if not INTERPRETED:
         # holds nothing up in a single warp, but keeps the compiler from putting a load off until its use
         tl.debug_barrier()

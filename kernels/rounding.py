@@ -1,8 +1,10 @@
-"""Small floats as Triton device functions, each rounding written out on the bits of an fp32.
+"""Small floats as Triton device functions, each rounding spelled out.
 
 Nothing is left to a cast: a compiler may pick an instruction with another tie rule, and Triton's interpreter
-rounds e4m3 wrongly in about 2 % of values. So a test can compare every code, and interpreted and compiled
-runs agree.
+rounds e4m3 wrongly in about 2 % of values. Where the GPU has an instruction with exactly the rule below, the
+compiled kernels name it (PTX `cvt.rn.satfinite.e4m3x2.f32`, `cvt.rn.bf16x2.f32`, `rcp.rn.f32`); the
+interpreter does the same on the bits of the fp32, and a test on the GPU compares the two for every fp32. So a
+test can compare every code, and interpreted and compiled conversions agree.
 
 Rounding to the nearest code:
 
@@ -10,7 +12,7 @@ Rounding to the nearest code:
 format     values                          rule
 =========  ==============================  ================================================================
 e4m3       4 exponent bits, bias 7, +-448  ties to even; beyond 448 (and inf) saturates; NaN -> 0x7F
-e2m1       0 .5 1 1.5 2 3 4 6, +-          ties to even or toward zero ("down"); beyond 6 saturates
+e2m1       0 .5 1 1.5 2 3 4 6, +-          ties to even or toward zero ("down"); 6 up to 7 units
 ue8m0      2^(byte-127)                    next power of two at or above; 255 = NaN
 bf16       8 exponent bits                 ties to even; inf stays inf, NaN stays NaN
 =========  ==============================  ================================================================
@@ -20,8 +22,8 @@ its ue8m0 scale. So a quantiser here gives a block that holds a NaN *or an inf* 
 hold 0x7F under a NaN fp32 scale, e2m1 blocks code 0 under byte 255. Some production kernels store a finite
 constant instead, and the fault never shows.
 
-amax comes from the integer maximum of the magnitudes' bits: exact, independent of order, and a NaN's bits are
-above every number's, while a floating-point maximum on a GPU drops NaN.
+amax is a maximum that keeps NaN, unlike the usual one on a GPU: exact and independent of order. The scale made
+from it leaves no e2m1 quotient near 7 units.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -32,12 +34,14 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether the kernels of this process run in Triton's interpreter."""
 
+E2M1_UNIT = tl.constexpr(2.0**-6)
+"""What `e2m1_word` takes for 1."""
+
 _ABS = tl.constexpr(0x7FFF_FFFF)
 _INF_BITS = tl.constexpr(0x7F80_0000)
 _NAN_BITS = tl.constexpr(0x7FC0_0000)
 _SIGN = tl.constexpr(-0x8000_0000)
 _JUST_BELOW_1 = tl.constexpr(1 - 2.0**-24)
-_E4M3_NORMAL = tl.constexpr(2.0**-6)
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2_HIGH = tl.constexpr(0.693359375)
 _LN2_LOW = tl.constexpr(-2.12194440e-4)
@@ -124,24 +128,13 @@ def round_to_e2m1(x, UNIT: tl.constexpr, TIES_DOWN: tl.constexpr):
 
 
 @triton.jit
-def e2m1_word(x0, x1, x2, x3, x4, x5, x6, x7, TIES_DOWN: tl.constexpr):
-    """Eight fp32 in units of 2^-6 -> their e2m1 codes in one int32, x0 lowest; the rule of `round_to_e2m1`.
+def e2m1_word(x0, x1, x2, x3, x4, x5, x6, x7):
+    """Eight fp32 rounded by `round_to_e2m1` with E2M1_UNIT -> their e2m1 codes in one int32, x0 lowest.
 
-    The unit is the smallest normal of e4m3, so that a rounded value's e4m3 code is its e2m1 code with two
-    more zeros and the sign three places higher.
+    The unit is the smallest normal of e4m3, so that the e4m3 code of such a value is its e2m1 code with two more
+    zeros and the sign three places higher.
     """
-    even = e4m3_word(
-        round_to_e2m1(x0, _E4M3_NORMAL, TIES_DOWN),
-        round_to_e2m1(x2, _E4M3_NORMAL, TIES_DOWN),
-        round_to_e2m1(x4, _E4M3_NORMAL, TIES_DOWN),
-        round_to_e2m1(x6, _E4M3_NORMAL, TIES_DOWN),
-    )
-    odd = e4m3_word(
-        round_to_e2m1(x1, _E4M3_NORMAL, TIES_DOWN),
-        round_to_e2m1(x3, _E4M3_NORMAL, TIES_DOWN),
-        round_to_e2m1(x5, _E4M3_NORMAL, TIES_DOWN),
-        round_to_e2m1(x7, _E4M3_NORMAL, TIES_DOWN),
-    )
+    even, odd = e4m3_word(x0, x2, x4, x6), e4m3_word(x1, x3, x5, x7)
     low = ((even >> 2) & 0x07070707) | ((even >> 4) & 0x08080808)
     return low | ((odd << 2) & 0x70707070) | (odd & -0x7F7F7F80)
 
@@ -238,7 +231,8 @@ def exponential(x):
 
     Written out because Triton's exp compiles to the approximate ex2, whose error reaches the next bf16
     rounding often enough to count. x = n ln2 + r, |r| <= ln2/2, and 1 + r + r^2 q(r) with the q of degree 4
-    that is best for the relative error (2^-27.8, coefficients rounded to fp32). The sum with 1.5 * 2^23 rounds x / ln2 to n, which its low bits then hold.
+    that is best for the relative error (2^-27.8, coefficients rounded to fp32). The sum with 1.5 * 2^23
+    rounds x / ln2 to n, which its low bits then hold.
     """
     x = tl.maximum(x, -88.03, propagate_nan=tl.PropagateNan.ALL)  # n = -127, whose power below is 0
     counted = tl.fma(x, _LOG2E, 12582912.0)

@@ -38,10 +38,11 @@ KEY_STAGES = ("pool", "norm", "rope", "hadamard")
 """Stages after which `round_bf16` can ask for one rounding to bf16."""
 
 ROWS = 32 if INTERPRETED.value else 1
-"""Entries of one program: one to a warp, so that the 16 loads of an entry are the warp's own and nothing waits for
-another warp."""
+"""Entries of one program. Compiled one, made by one warp: its loads are 512 bytes each, and the stages that mix dims
+never wait for another warp."""
 
 WARPS = 1
+"""Warps of one program."""
 
 _PAGE = tl.constexpr(ENTRIES_PER_PAGE)
 _MINUS_INF = tl.constexpr(float("-inf"))
@@ -61,6 +62,7 @@ def _slot(slot: tl.constexpr, kv_ptr, gate_ptr, previous):
 
 @triton.jit
 def _position_bias(slot: tl.constexpr, ape_ptr):
+    """ape of a slot, fp32 [1, 128]."""
     return tl.load(ape_ptr + (slot % 4 * 256 + slot // 4 * 128) + tl.arange(0, 128)[None, :])
 
 
@@ -69,7 +71,7 @@ def _pool(kv_ptr, gate_ptr, ape_ptr, first_row, entry, tokens):
     """The softmax-weighted sum of the 8 slots, fp32 [ROWS, 128], slot after slot; NaN if one of their rows is
     outside the projections.
     """
-    inside = (first_row >= 0) & (first_row + 4 <= tokens) & ((entry == 0) | (first_row >= 4))
+    inside = (first_row >= 0) & (first_row <= tokens - 4) & ((entry == 0) | (first_row >= 4))
     previous = (inside & (entry != 0))[:, None]
     start = tl.where(inside, first_row, 0).to(tl.int64)[:, None] * 256 + tl.arange(0, 128)[None, :]
     kv_ptr += start
@@ -151,10 +153,9 @@ def store_key_kernel(
     entry = tl.load(entry_index_ptr + there)
     slot_number = tl.load(slots_ptr + there)
     cols = tl.arange(0, 128)[None, :]
+    weight = tl.load(norm_weight_ptr + cols)
     if WEIGHT_BF16:
-        weight = bf16_code_to_fp32(tl.load(norm_weight_ptr + cols))
-    else:
-        weight = tl.load(norm_weight_ptr + cols)
+        weight = bf16_code_to_fp32(weight)
     pair = tl.arange(0, 64)[None, :]
     angles = there[:, None] * 32 + pair % 32
     cos, sin = tl.load(cos_ptr + angles), tl.load(sin_ptr + angles)

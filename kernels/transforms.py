@@ -1,11 +1,10 @@
 """Device functions shared by the key and the query path: RoPE, Walsh-Hadamard, FP4 step and the three
 quantisers.
 
-A tile is fp32 [128, ROWS], one line per dim: a compiler that gives every thread whole columns then does all of this in
-registers. Every operation keeps the order of the published code, with separate products and
-sums (launch with enable_fp_fusion=False), so that a plain torch composition reproduces the bits up to
-reductions. Codes come as int32 words of neighbouring dims, the lowest dim in the lowest bits, which is their
-order in memory.
+A tile is fp32 [128, ROWS], one line per dim: with a column to each thread of a warp all of this happens in
+registers. Every operation keeps the order of the published code, with separate products and sums (launch with
+enable_fp_fusion=False), so that a plain torch composition reproduces the bits up to reductions. Codes come as
+int32 words of neighbouring dims, the lowest dim in the lowest bits, which is their order in memory.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -14,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .rounding import (
+    E2M1_UNIT,
     amax_of,
     at_least,
     bf16_word,
@@ -31,7 +31,6 @@ from .rounding import (
 _FP4_STEP_FLOOR = tl.constexpr(6.0 * 2.0**-126)
 _HADAMARD_NORM = tl.constexpr(128**-0.5)
 _ONE_SIXTH = tl.constexpr(1 / 6)
-_E4M3_NORMAL = tl.constexpr(2.0**-6)
 
 
 @triton.jit
@@ -115,7 +114,7 @@ def fp4_fake_quantise(x):
 def quantise_e2m1(x, amax_floor, TIES_DOWN: tl.constexpr):
     """-> codes int32 [16, ROWS], eight dims a word, and the four scale bytes of a row as int32 [ROWS]."""
     byte = e2m1_scale_bytes(x, amax_floor)
-    x = by_block(x, inverse_power_of_two(byte) * _E4M3_NORMAL)
+    x = round_to_e2m1(by_block(x, inverse_power_of_two(byte) * E2M1_UNIT), E2M1_UNIT, TIES_DOWN)
     even, odd = even_odd(x)
     x0, x2 = even_odd(even)
     x1, x3 = even_odd(odd)
@@ -123,7 +122,7 @@ def quantise_e2m1(x, amax_floor, TIES_DOWN: tl.constexpr):
     x1, x5 = even_odd(x1)
     x2, x6 = even_odd(x2)
     x3, x7 = even_odd(x3)
-    words = tl.reshape(e2m1_word(x0, x1, x2, x3, x4, x5, x6, x7, TIES_DOWN), (4, 4, x.shape[1]))
+    words = tl.reshape(e2m1_word(x0, x1, x2, x3, x4, x5, x6, x7), (4, 4, x.shape[1]))
     words = tl.reshape(tl.where(byte[:, None, :] == 255, 0, words), (16, x.shape[1]))
     shifts = tl.arange(0, 4)[:, None] * 8
     return words, tl.sum(byte << shifts, axis=0)

@@ -1,7 +1,7 @@
-"""Hardware conversions against the same rule spelled out on the bits: every fp32 on a GPU, a coarse sweep interpreted.
+"""Conversions against the same rule spelled out another way: every fp32 on a GPU, a coarse sweep interpreted.
 
-On a GPU the compiled kernels use one instruction where the interpreter uses integer arithmetic; these tests are what
-makes the two one rule. The spelled-out forms here are independent of those in the package where it has only one.
+Compiled kernels use one instruction where the interpreter uses integer arithmetic: on a GPU these tests show that the
+two are one rule.
 """
 
 import math
@@ -71,9 +71,9 @@ def differences_kernel(out_ptr, first, stride, WHICH: tl.constexpr, BLOCK: tl.co
         DOWN: tl.constexpr = WHICH == "e2m1_down"
         x = tl.where(tl.abs(x) < 3.5, x, 1.0)  # the word also takes 2x
         code, twice = spelled_e2m1(x, DOWN), spelled_e2m1(x * 2.0, DOWN)
-        y = x * 0.015625
-        z = y * 2.0
-        got = rounding.e2m1_word(y, z, y, y, z, y, z, z, DOWN)
+        y = rounding.round_to_e2m1(x * rounding.E2M1_UNIT, rounding.E2M1_UNIT, DOWN)
+        z = rounding.round_to_e2m1(x * 2.0, 1.0, DOWN) * rounding.E2M1_UNIT
+        got = rounding.e2m1_word(y, z, y, y, z, y, z, z)
         want = code | (twice << 4) | (code << 8) | (code << 12) | (twice << 16) | (code << 20)
         differs = got != (want | (twice << 24) | (twice << 28))
     elif WHICH == "reciprocal":

@@ -21,8 +21,8 @@ def apply_kernel(x_ptr, out_ptr, n, WHICH: tl.constexpr, BLOCK: tl.constexpr):
     elif WHICH == "from_e4m3":
         y = rounding.e4m3_to_fp32(x)
     elif WHICH == "to_e2m1_even" or WHICH == "to_e2m1_down":
-        x = x * 0.015625
-        y = rounding.e2m1_word(x, x, x, x, x, x, x, x, WHICH == "to_e2m1_down")
+        x = rounding.round_to_e2m1(x * rounding.E2M1_UNIT, rounding.E2M1_UNIT, WHICH == "to_e2m1_down")
+        y = rounding.e2m1_word(x, x, x, x, x, x, x, x)
     elif WHICH == "from_e2m1":
         y = rounding.e2m1_to_fp32(x)
     elif WHICH == "to_ue8m0":
