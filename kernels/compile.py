@@ -115,8 +115,10 @@ def cases() -> list[Case]:
             Case(
                 name=f"quantise_query {recipe}",
                 kernel=quantise_query_kernel,
-                types=["*i32", "*i16", "*fp32", "*fp32", "*i32", "*i32" if fmt == "e2m1" else "*fp32", "*fp32"]
-                + ["i32", "fp32", "fp32"],
+                types=[
+                    *("*i32", "*i16", "*fp32", "*fp32", "*i32", "*i32" if fmt == "e2m1" else "*fp32", "*fp32"),
+                    *("i32", "fp32", "fp32"),
+                ],
                 constants=shared | {"GATE_BF16": True, "HEADS": HEADS, "ROWS": QUERY_ROWS},
                 options=unfused | {"num_warps": QUERY_WARPS},
             )

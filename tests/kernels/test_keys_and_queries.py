@@ -268,6 +268,28 @@ def test_store_key_of_rows_outside_is_nan(device):
     assert keys.isnan().all(-1).tolist() == [True, True, False]
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_store_key_of_less_than_a_window_is_nan(tokens, device):
+    inputs = make_keys([1])
+    inputs["kv"], inputs["gate"] = inputs["kv"][:tokens], inputs["gate"][:tokens]
+    pages = allocate_pages("e4m3", 1, device)
+    store(inputs, torch.zeros(1, dtype=torch.int64), pages, device, fmt="e4m3")
+    keys = dequantise(*read_entries(pages, "e4m3", torch.zeros(1, dtype=torch.int64, device=device)), "e4m3")
+    assert keys.isnan().all()
+
+
+@pytest.mark.parametrize("row", [-1, -(2**31), 9, 2**31 - 1])
+@pytest.mark.parametrize("index", [0, 1])
+def test_store_key_of_any_row_outside_is_nan(row, index, device):
+    inputs = make_keys([3])
+    inputs["token_row"] = torch.tensor([row, 4, 8], dtype=torch.int32)
+    inputs["entry_index"] = torch.tensor([index, 0, 1], dtype=torch.int32)
+    pages = allocate_pages("e4m3", 1, device)
+    store(inputs, torch.arange(3), pages, device, fmt="e4m3")
+    keys = dequantise(*read_entries(pages, "e4m3", torch.arange(3, device=device)), "e4m3")
+    assert keys.isnan().all(-1).tolist() == [True, False, False]
+
+
 @pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
 @pytest.mark.parametrize("floor", [None, 0.0, 1e-4])
 def test_zero_rows_have_zero_codes(fmt, floor, device):
@@ -306,6 +328,18 @@ def test_quantise_query_is_its_recipe(name, heads, device):
         want_gate = want_gate * want[1]
     torch.testing.assert_close(query.gate.cpu(), want_gate, rtol=GATE_RTOL, atol=0)
     assert query.fmt == recipe["fmt"]
+
+
+def test_queries_may_start_anywhere_in_memory(device):
+    """A view that is aligned to nothing but its own bf16 gives the same codes."""
+    q, gate = torch.randn(2, 32, 128).bfloat16().to(device), torch.randn(2, 32, device=device)
+    table = torch.rand(2, 32, device=device)
+    moved = torch.empty(q.numel() + 1, dtype=torch.bfloat16, device=device)[1:].view(q.shape).copy_(q)
+    assert moved.is_contiguous()
+    assert moved.data_ptr() % 4
+    want, got = (quantise_query(x, gate, table, table, gate_scale=0.5) for x in (q, moved))
+    assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
+    assert torch.equal(got.gate, want.gate)
 
 
 @pytest.mark.parametrize(("ties", "rounded"), [("even", [0, 1, 1, 2, 2, 4, 4]), ("down", [0, 0.5, 1, 1.5, 2, 3, 4])])
