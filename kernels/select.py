@@ -105,9 +105,9 @@ def select_paged(
 ) -> Tensor:
     """Decode selection, int32 [R, k]: exactly `topk(paged_logits(...), lengths, k)`.
 
-    query, pages, block_table, lengths, fmt, max_length, next_n, exact: as `paged_logits` takes them. Result as `topk`. Requests are taken so many at a time that their scores fit
-    the workspace (one request in any case); nothing waits for the device. Raises ValueError as `paged_logits` and
-    `topk` do.
+    query, pages, block_table, lengths, fmt, max_length, next_n, exact: as `paged_logits` takes them. Result as `topk`.
+    Requests are taken so many at a time that their scores fit the workspace (one request in any case); nothing waits
+    for the device. Raises ValueError as `paged_logits` and `topk` do.
     """
     _check_k(k)
     paged_logits(query, pages, block_table, lengths, fmt=fmt, max_length=0, next_n=next_n)
