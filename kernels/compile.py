@@ -230,7 +230,7 @@ def _hopper_cases() -> list[Case]:
                     name=f"prefill_sm90 {heads} heads{' exact' if exact else ''}",
                     kernel=hopper_prefill.prefill_sm90_kernel,
                     types=[keys, queries, "*fp8e4nv", "*fp32", "*fp32", "*i32", "*i32", "*fp32"] + ["i32"] * 5,
-                    constants={"HEADS": heads, "ROWS": rows, "SLOTS": SM90.prefill_slots, "EXACT": exact},
+                    constants={"HEADS": heads, "ROWS": rows, "SLOTS": SM90.prefill_slots[exact], "EXACT": exact},
                     options={"num_warps": 4},
                     architectures=(90,),
                 )

@@ -198,5 +198,5 @@ def prefill_sm90(
         k_desc = TensorDescriptor(keys.view(torch.float8_e4m3fn), [count, 128], [128, 1], [KEYS.value, 128], layout)
     prefill_sm90_kernel[(chunks * triton.cdiv(rows, block),)](
         k_desc, q_desc, flat, gate, key_scales, start, end, out, rows, count, out.stride(0), chunks,
-        SM90.prefill_tiles, HEADS=heads, ROWS=block, SLOTS=SM90.prefill_slots, EXACT=exact, num_warps=4,
+        SM90.prefill_tiles, HEADS=heads, ROWS=block, SLOTS=SM90.prefill_slots[exact], EXACT=exact, num_warps=4,
     )  # fmt: skip

@@ -27,9 +27,9 @@ class Hopper:
 
     prefill_columns: dict[bool, int] = field(default_factory=lambda: {False: 256, True: 128})
     """Rows x heads of one program, by exact; two accumulators of half of them live in registers."""
-    prefill_slots: int = 2
-    """Key tiles in flight, and of one loop iteration."""
-    prefill_tiles: int = 256
+    prefill_slots: dict[bool, int] = field(default_factory=lambda: {False: 2, True: 4})
+    """Key tiles in flight, and of one loop iteration, by exact."""
+    prefill_tiles: int = 1024
     decode_slots: dict[str, int] = field(default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 4})
     """Pages in flight of one program."""
     decode_programs: dict[str, int] = field(default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 4})
