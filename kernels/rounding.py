@@ -112,12 +112,12 @@ def round_to_e2m1(x, UNIT: tl.constexpr, TIES_DOWN: tl.constexpr):
     """fp32 below 7 units -> the nearest of 0 .5 1 1.5 2 3 4 6 times UNIT (a power of two), still as fp32. NaN
     stays NaN.
 
-    One sum rounds, ties to even: 1.5 * 2^22 times the power of two at or below x has an ulp of the step there,
+    One sum rounds, ties to even: 2^22 times the power of two at or below x has an ulp of the step there,
     half of that power. For ties toward zero the sum takes x * (1 - 2^-24), unrounded: below a midpoint for
     that midpoint, and above it for every larger number.
     """
     binade = tl.maximum(fp32_of_bits(fp32_bits(x) & _INF_BITS), UNIT)
-    coarse = binade * 6291456.0
+    coarse = binade * 4194304.0
     if not TIES_DOWN:
         rounded = tl.abs(x) + coarse
     elif INTERPRETED:  # has no fma of one rounding
