@@ -147,8 +147,7 @@ def store_key_kernel(
     """One program makes ROWS entries. The pool is addressed in int32 words, page_stride words a page."""
     # int64: projections and a pool may be larger than 2^31 elements
     e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    mask = e < entries
-    there = tl.minimum(e, entries - 1)  # entries past the end repeat the last one
+    there = tl.minimum(e, entries - 1)  # past the end the last entry once more
     first_row = tl.load(token_row_ptr + there)
     entry = tl.load(entry_index_ptr + there)
     slot_number = tl.load(slots_ptr + there)
@@ -184,7 +183,7 @@ def store_key_kernel(
     if FP4_STEP:
         x = fp4_fake_quantise(x)
 
-    stored = mask & (slot_number >= 0) & (slot_number < capacity)
+    stored = (slot_number >= 0) & (slot_number < capacity)
     slot_number = tl.where(stored, slot_number, 0)
     page_ptr += slot_number // _PAGE * page_stride
     row = slot_number % _PAGE
