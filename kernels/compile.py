@@ -29,14 +29,11 @@ from .logits import QUERY_FORMATS_OF
 from .plain_logits import KEYS_PER_TILE, PREFILL_ROWS, head_tile, paged_logits_kernel, ragged_logits_kernel
 from .prefill import prefill_logits_kernel
 from .quantise_query import ROWS as QUERY_ROWS
-from .quantise_query import WARPS as QUERY_WARPS
 from .quantise_query import quantise_query_kernel
 from .rounding import INTERPRETED
 from .store_key import ROWS as KEY_ROWS
-from .store_key import WARPS as KEY_WARPS
 from .store_key import store_key_kernel
-from .topk import COLUMNS, COMBINE_REGISTERS, LIST, REGISTERS, combine_kernel, stream_kernel
-from .topk import WARPS as TOPK_WARPS
+from .topk import COLUMNS, LIST, combine_kernel, stream_kernel
 from .tuning import PLAIN, SM90
 
 ARCHITECTURES = (90, 100, 120)
@@ -108,7 +105,7 @@ def cases() -> list[Case]:
                 kernel=store_key_kernel,
                 types=["*fp32"] * 6 + ["*i32", "*i32", "*i64", "*i32"] + ["i32", "i32", "i32", "i32", "fp32", "fp32"],
                 constants=shared | {"ROUND_POOL": rounds, "ROUND_NORM": rounds, "WEIGHT_BF16": False, "ROWS": KEY_ROWS},
-                options=unfused | {"num_warps": KEY_WARPS},
+                options=unfused | {"num_warps": _each("key_warps")},
             )
         )
         listed.append(
@@ -120,7 +117,7 @@ def cases() -> list[Case]:
                     *("i32", "fp32", "fp32"),
                 ],
                 constants=shared | {"GATE_BF16": True, "HEADS": HEADS, "ROWS": QUERY_ROWS},
-                options=unfused | {"num_warps": QUERY_WARPS},
+                options=unfused | {"num_warps": _each("query_warps")},
             )
         )
     pointer = {"e4m3": "*u8", "bf16": "*i16", "e2m1": "*u8"}
@@ -136,7 +133,7 @@ def cases() -> list[Case]:
                         kernel=paged_logits_kernel,
                         types=[*query, pointer[fmt], scales, "*i32", "*i32", "*fp32"] + ["i32"] * 7,
                         constants=constants | {"NEXT_N": next_n},
-                        options={"num_warps": {major: table.warps[fmt] for major, table in PLAIN.items()}},
+                        options={"num_warps": {major: warps[fmt] for major, warps in _each("warps").items()}},
                     )
                 )
             listed.append(
@@ -145,7 +142,7 @@ def cases() -> list[Case]:
                     kernel=ragged_logits_kernel,
                     types=[*query, pointer[fmt], scales, "*i32", "*i32", "*fp32", "i32", "i32", "i32"],
                     constants=constants | {"ROWS": PREFILL_ROWS, "KEYS": KEYS_PER_TILE},
-                    options={"num_warps": {major: table.warps[fmt] for major, table in PLAIN.items()}},
+                    options={"num_warps": {major: warps[fmt] for major, warps in _each("warps").items()}},
                 )
             )
     listed.append(
@@ -160,8 +157,8 @@ def cases() -> list[Case]:
                 "TILES": PLAIN[10].prefill_tiles,
             },
             options={
-                "num_warps": {major: table.prefill_warps for major, table in PLAIN.items()},
-                "num_stages": {major: table.prefill_stages for major, table in PLAIN.items()},
+                "num_warps": _each("prefill_warps"),
+                "num_stages": _each("prefill_stages"),
             },
         )
     )
@@ -191,7 +188,10 @@ def cases() -> list[Case]:
                     kernel=stream_kernel,
                     types=["*fp32"] + ["*i32"] * 7 + ["i32"] * 6,
                     constants=lists | {"HAS_STARTS": starts, "FIRST": first, "LAST": last, "SHRINK": shrink},
-                    options={"num_warps": TOPK_WARPS, "maxnreg": {m: r[shrink] for m, r in REGISTERS.items()}},
+                    options={
+                        "num_warps": _each("topk_warps"),
+                        "maxnreg": {m: r[shrink] for m, r in _each("topk_registers").items()},
+                    },
                     aligned=("row_stride", "columns", "k"),
                 )
             )
@@ -201,11 +201,16 @@ def cases() -> list[Case]:
             kernel=combine_kernel,
             types=["*i32"] * 6 + ["i32"] * 2,
             constants=lists,
-            options={"num_warps": TOPK_WARPS, "maxnreg": COMBINE_REGISTERS},
+            options={"num_warps": _each("topk_warps"), "maxnreg": _each("combine_registers")},
             aligned=("k",),
         )
     )
     return listed
+
+
+def _each(choice: str) -> dict[int, Any]:
+    """A launch choice by major compute capability."""
+    return {major: getattr(table, choice) for major, table in PLAIN.items()}
 
 
 def _hopper_cases() -> list[Case]:

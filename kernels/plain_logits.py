@@ -146,7 +146,7 @@ def paged(
         *query_arguments(query), value_view, scale_view, block_table, lengths, out, pages.shape[0],
         value_view.stride(0), scale_view.stride(0), form.scales_offset // scale_view.element_size(),
         block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=query.fmt, NEXT_N=next_n, HEADS=heads,
-        HEAD_TILE=head_tile(heads, form.name), num_warps=plain(major(pages)).warps[form.name],
+        HEAD_TILE=head_tile(heads, form.name), num_warps=plain(pages.device).warps[form.name],
     )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def ragged(
     ragged_logits_kernel[(triton.cdiv(count, KEYS_PER_TILE), triton.cdiv(rows, PREFILL_ROWS))](
         *query_arguments(query), key_view, key_view if key_scales is None else key_scales, start, end, out, rows, count,
         out.stride(0), FMT=form.name, Q_FMT=query.fmt, HEADS=heads, HEAD_TILE=head_tile(heads, form.name),
-        ROWS=PREFILL_ROWS, KEYS=KEYS_PER_TILE, num_warps=plain(major(keys)).warps[form.name],
+        ROWS=PREFILL_ROWS, KEYS=KEYS_PER_TILE, num_warps=plain(keys.device).warps[form.name],
     )  # fmt: skip
 
 
@@ -175,8 +175,3 @@ def query_arguments(query: QuantisedQuery) -> tuple[Tensor, Tensor, Tensor]:
 def head_tile(heads: int, fmt: str) -> int:
     """Heads of one dot: the largest power of two that divides them, at most 64."""
     return min(heads & -heads, 32 if fmt == "e2m1" else 64)
-
-
-def major(tensor: Tensor) -> int:
-    """Major compute capability of a tensor's device; interpreted: Hopper's table."""
-    return torch.cuda.get_device_capability(tensor.device)[0] if tensor.is_cuda else 9

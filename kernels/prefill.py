@@ -90,7 +90,7 @@ def prefill_logits(
     rows, heads = codes.shape[:2]
     count, block = keys.shape[0], rows_of(heads)
     assert block, "the caller checks the number of heads"
-    choice = plain(torch.cuda.get_device_capability(keys.device)[0] if keys.is_cuda else 9)
+    choice = plain(keys.device)
     grid = (triton.cdiv(count, choice.prefill_tiles * KEYS), triton.cdiv(rows, block))
     prefill_logits_kernel[grid](
         codes.view(torch.uint8), gate, keys.view(torch.uint8), key_scales, start, end, out, rows, count, out.stride(0),

@@ -34,15 +34,13 @@ from .transforms import (
     rotate_pairs,
     stack,
 )
+from .tuning import plain
 
 QUERY_STAGES = ("rope", "hadamard")
 """Stages after which `round_bf16` can ask for one rounding to bf16."""
 
 ROWS = 32
 """(token, head) rows of one program: one to each thread of one warp, once a transposition gave it the whole row."""
-
-WARPS = 1
-"""Warps of one program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +207,7 @@ def quantise_query(
             GATE_BF16=gate_bf16,
             HEADS=heads,
             ROWS=ROWS,
-            num_warps=WARPS,
+            num_warps=plain(q.device).query_warps,
             enable_fp_fusion=False,
         )
     return QuantisedQuery(codes=codes, scales=scales, gate=gate_out)

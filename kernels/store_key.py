@@ -33,16 +33,13 @@ from .transforms import (
     quantise_e4m3,
     rotate_pairs,
 )
+from .tuning import plain
 
 KEY_STAGES = ("pool", "norm", "rope", "hadamard")
 """Stages after which `round_bf16` can ask for one rounding to bf16."""
 
 ROWS = 32 if INTERPRETED.value else 1
-"""Entries of one program. Compiled one, made by one warp: its loads are 512 bytes each, and the stages that mix dims
-never wait for another warp."""
-
-WARPS = 1
-"""Warps of one program."""
+"""Entries of one program."""
 
 _PAGE = tl.constexpr(ENTRIES_PER_PAGE)
 _MINUS_INF = tl.constexpr(float("-inf"))
@@ -302,6 +299,6 @@ def store_key(
         ROUND_HADAMARD="hadamard" in round_bf16,
         WEIGHT_BF16=weight_bf16,
         ROWS=ROWS,
-        num_warps=WARPS,
+        num_warps=plain(kv.device).key_warps,
         enable_fp_fusion=False,
     )

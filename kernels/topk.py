@@ -28,21 +28,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .checks import check_devices, check_tensor
+from .tuning import plain
 
 COLUMNS = 1024
 """Columns read at a time."""
 
 LIST = 2048
 """Keys of a list that stay in registers while its k-th is looked for; the others are read again."""
-WARPS = 8
-REGISTERS = {9: (64, 80), 10: (128, 128), 12: (128, 128)}
-"""Registers of a thread without and with SHRINK, by major compute capability: few that do not spill. Left alone the
-compiler takes 120 on 9, so that two programs fill a multiprocessor instead of four and three.
-"""
-COMBINE_REGISTERS = 128
 LISTS_BYTES = 25 << 20
 """Bound of the lists of one launch."""
-PROGRAMS_PER_SM = 3
 PART = 4096
 """Fewest columns worth a program of their own where a row is shared."""
 
@@ -282,25 +276,20 @@ def stream(
     assert last or programs == len(scores) * parts, "lists that stay belong to one job each"
     assert len(lists.keys) >= programs
     tile = lists.keys.shape[1] - k
-    shrink = last or parts > 1
+    shrink, choice = last or parts > 1, plain(scores.device)
     stream_kernel[(programs,)](
         scores, lengths if starts is None else starts, lengths, lists.keys, lists.columns, lists.counts, lists.limits,
         out, scores.stride(0), scores.shape[1], len(scores) * parts, parts, offset, k, HAS_STARTS=starts is not None,
         FIRST=first, LAST=last, SHRINK=shrink, COLUMNS=tile, LIST=LIST,
-        num_warps=WARPS, maxnreg=_registers(shrink, scores.device),
+        num_warps=choice.topk_warps, maxnreg=choice.topk_registers[shrink],
     )  # fmt: skip
-
-
-def _registers(shrink: bool, device: torch.device) -> int:
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
-    return REGISTERS.get(major, (128, 128))[shrink]
 
 
 def _programs(k: int, device: torch.device) -> int:
     """Programs that run at once, about, and have room for their lists; few where interpreted."""
     if device.type != "cuda":
         return 8
-    at_once = PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    at_once = plain(device).topk_programs * torch.cuda.get_device_properties(device).multi_processor_count
     return min(at_once, longest_launch(k))
 
 
@@ -354,10 +343,11 @@ def topk(
     lists = Lists.empty(programs, k, logits.device, _tile)
     stream(logits, starts, lengths, k, lists, out, programs=programs, parts=parts, last=parts == 1)
     if parts > 1:
+        choice = plain(logits.device)
         into = Lists.empty(rows, k, logits.device, _tile)
         combine_kernel[(rows,)](
             lists.keys, lists.columns, lists.counts, into.keys, into.columns, out, parts, k, COLUMNS=_tile,
-            LIST=LIST, num_warps=WARPS, maxnreg=COMBINE_REGISTERS,
+            LIST=LIST, num_warps=choice.topk_warps, maxnreg=choice.combine_registers,
         )  # fmt: skip
     return out
 

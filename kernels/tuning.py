@@ -1,4 +1,4 @@
-"""Every launch choice of the logits kernels, one table per architecture.
+"""Every launch choice of the kernels, one table per architecture.
 
 sm_90 was measured on one H200 (see NOTES.md); the rest is reasoning, marked so. Nothing here changes a result.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
-    """The plain Triton kernels of one major compute capability."""
+    """The Triton kernels of one major compute capability."""
 
     warps: dict[str, int] = field(default_factory=lambda: {"e4m3": 4, "bf16": 4, "e2m1": 8})
     """Warps of one program by key format; unpacking e2m1 would spill with 4."""
@@ -19,6 +21,16 @@ class Plain:
     prefill_stages: int = 3
     prefill_tiles: int = 128
     """Tiles of 64 keys that one program walks over."""
+    query_warps: int = 1
+    """Warps that quantise 32 rows; more than one has to exchange them."""
+    key_warps: int = 2
+    """Warps that pool and store one entry."""
+    topk_warps: int = 8
+    topk_registers: tuple[int, int] = (128, 128)
+    """Registers of a thread that appends to a list, and of one that also shrinks it: few that do not spill."""
+    combine_registers: int = 128
+    topk_programs: int = 3
+    """Programs on one multiprocessor where a row is shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +42,7 @@ class Hopper:
     prefill_slots: dict[bool, int] = field(default_factory=lambda: {False: 2, True: 4})
     """Key tiles in flight, and of one loop iteration, by exact."""
     prefill_tiles: int = 1024
+    """Tiles of 64 keys that one program walks over."""
     decode_slots: dict[str, int] = field(default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 4})
     """Pages in flight of one program."""
     decode_programs: dict[str, int] = field(default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 4})
@@ -46,13 +59,14 @@ class Hopper:
 
 SM90 = Hopper()
 PLAIN = {
-    9: Plain(prefill_warps=4),
+    9: Plain(prefill_warps=4, topk_registers=(64, 80)),
     10: Plain(),  # by reasoning: as sm_90 where nothing spills
     12: Plain(prefill_warps=4),  # by reasoning: no warpgroup instructions, a quarter of the tile per warp
 }
 """By major compute capability; others take 10's."""
 
 
-def plain(major: int) -> Plain:
-    """The table of an architecture."""
+def plain(device: torch.device) -> Plain:
+    """The table of a device; interpreted, Hopper's."""
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
     return PLAIN.get(major, PLAIN[10])

@@ -136,7 +136,8 @@ class Problem:
         keys = kernels.dequantise(self.keys[seen], scales, self.fmt).double()
         q_scales = self.query.scales[row] if self.query.fmt == "e2m1" else None
         q = kernels.dequantise(self.query.codes[row], q_scales, self.query.fmt).double()
-        return (self.query.gate[row].double()[:, None] * (q @ keys.T).relu()).sum(0)
+        scores: Tensor = (self.query.gate[row].double()[:, None] * (q @ keys.T).relu()).sum(0)
+        return scores
 
 
 def runners(kind: str) -> dict[str, Run]:
