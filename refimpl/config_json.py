@@ -58,7 +58,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_config(raw: Mapping[str, Any], where: str) -> IndexerConfig:
     """Make an IndexerConfig of a parsed config.json; `where` names it in errors."""
-    reader = _Reader(raw, where)
+    reader = ConfigReader(raw, where)
     reader.check_model_type()
     theta = reader.theta()
     config = IndexerConfig(
@@ -78,7 +78,7 @@ def read_config(raw: Mapping[str, Any], where: str) -> IndexerConfig:
     return replace(config, sources={name: reader.sources[name] for name in CONFIG_FIELDS}, traps=traps)
 
 
-class _Reader:
+class ConfigReader:
     """Looks values up under their several names and remembers where each was found."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
@@ -87,6 +87,7 @@ class _Reader:
         self.traps: list[str] = []
 
     def check_model_type(self) -> None:
+        """Refuse a config of another architecture."""
         kind = self.raw.get("model_type")
         v41 = next((key for key in _V41_KEYS if self.raw.get(key) is not None), None)
         if v41 and kind in ("deepseek_v4", None):
@@ -122,12 +123,14 @@ class _Reader:
         return value  # type: ignore[no-any-return]
 
     def integer(self, field_name: str | None, *keys: str, default: int | None = None) -> int:
+        """Like `number`, for a value that must be whole."""
         value = self.number(field_name, *keys, default=default)
         if value != int(value):
             raise InputError(f"{self.where}: {' or '.join(keys)} is {value}, expected an integer")
         return int(value)
 
     def topk(self) -> int:
+        """index_topk, which has no default."""
         k = self.integer("index_topk", "index_topk")
         if k != CODE_DEFAULT_TOPK:
             self.traps.append(f"index_topk is {k}; code that misses the key keeps its default of {CODE_DEFAULT_TOPK}")
@@ -161,6 +164,7 @@ class _Reader:
         return shared
 
     def ratios(self) -> tuple[int, ...]:
+        """One compress ratio a layer of the stack."""
         layers = self.integer(None, "num_hidden_layers", "n_layers")
         listed, types = self.raw.get("compress_ratios"), self.raw.get("layer_types")
         by_type = self._ratios_by_type(types) if isinstance(types, list) else None
@@ -206,6 +210,7 @@ class _Reader:
         return tuple(by_type[name] for name in types)
 
     def theta(self) -> float:
+        """RoPE theta of the compressed layers."""
         key = "compress_rope_theta"
         theta = self.number(key, key, "rope_parameters.compress.rope_theta", default=PUBLISHED_THETA)
         if self.sources[key] == "code default":
@@ -227,6 +232,7 @@ class _Reader:
         return float(theta)
 
     def yarn(self) -> Yarn | None:
+        """YaRN of the compressed layers, None where the config has none."""
         # rope_parameters itself holds the values where a tool has renamed rope_scaling without nesting it
         blocks = [(place, _nested(self.raw, *place.split("."))) for place in _YARN_PLACES]
         found = [
@@ -265,7 +271,7 @@ class _Reader:
             )
 
     def _yarn_from(self, block: Mapping[str, Any], prefix: str, factor_key: str, length_key: str) -> Yarn:
-        inner = _Reader(block, f"{self.where}: {prefix.rstrip('.')}" if prefix else self.where)
+        inner = ConfigReader(block, f"{self.where}: {prefix.rstrip('.')}" if prefix else self.where)
         yarn = Yarn(
             factor=float(inner.number("factor", factor_key)),
             beta_fast=float(inner.number("beta_fast", "beta_fast", default=32.0)),
@@ -284,6 +290,7 @@ class _Reader:
         return yarn
 
     def weight_block(self) -> tuple[int, int]:
+        """Block [out, in] of the fp8 weight scales."""
         block = _nested(self.raw, "quantization_config", "weight_block_size")
         if block is None:
             self.sources["weight_block"] = "code default"

@@ -73,16 +73,16 @@ def _blocks(x: Tensor, block: int) -> Tensor:
     return blocks
 
 
-def e4m3_scale(x: Tensor) -> Tensor:
-    """Power-of-two scale of each last-dim block of 128 of x, fp32 [..., blocks, 1]."""
-    amax = _blocks(x, E4M3_BLOCK).abs().amax(-1, keepdim=True)
+def e4m3_scale(x: Tensor, block: int = E4M3_BLOCK) -> Tensor:
+    """Power-of-two scale of each last-dim block of x (128 values by default), fp32 [..., blocks, 1]."""
+    amax = _blocks(x, block).abs().amax(-1, keepdim=True)
     return ceil_power_of_two(amax.clamp_min(E4M3_AMAX_FLOOR) / E4M3_MAX)
 
 
-def e4m3_fake_quantise(x: Tensor) -> Tensor:
-    """x quantised to e4m3 per 128 values of the last dim and widened again, fp32; exact in bf16."""
-    scale = e4m3_scale(x)
-    codes = round_to_e4m3((_blocks(x, E4M3_BLOCK) / scale).clamp(-E4M3_MAX, E4M3_MAX))
+def e4m3_fake_quantise(x: Tensor, block: int = E4M3_BLOCK) -> Tensor:
+    """x quantised to e4m3 per `block` values of the last dim and widened again, fp32; exact in bf16."""
+    scale = e4m3_scale(x, block)
+    codes = round_to_e4m3((_blocks(x, block) / scale).clamp(-E4M3_MAX, E4M3_MAX))
     return (codes * scale).flatten(-2)
 
 

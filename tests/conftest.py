@@ -56,6 +56,12 @@ def oracle():
 
 
 @pytest.fixture(scope="session")
+def numpy_layer():
+    """The module tests/oracles/numpy_layer.py: a layer of the whole stack once more, in slow numpy."""
+    return _load("oracles/numpy_layer")
+
+
+@pytest.fixture(scope="session")
 def mini() -> Path:
     """The trained miniature checkpoint with its trace."""
     return Path(__file__).parent.parent / "fixtures" / "mini-v4"
