@@ -89,6 +89,16 @@ def run(
     recipe: Annotated[list[Path] | None, typer.Option(help="TOML file with one more recipe; repeatable.")] = None,
     backend: Annotated[str, typer.Option(help="auto, a name of `diffcheck backends`, or path.py:object.")] = "auto",
     trace: Annotated[Path | None, typer.Option(help="Trace file; default: the checkpoint's trace.safetensors.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text file: its hidden states by a forward pass of the checkpoint.")
+    ] = None,
+    tokens: Annotated[Path | None, typer.Option(help="JSON list of token ids, instead of --text.")] = None,
+    inputs: Annotated[
+        str, typer.Option(help="With a text: model (forward pass), or embedding, a cheap PROXY.")
+    ] = "model",
+    run_dir: Annotated[
+        Path | None, typer.Option(help="With a text: keeps finished layers and the trace; an interrupted run resumes.")
+    ] = None,
     needle_depth: Annotated[float | None, typer.Option(help="Depth of a planted needle, 0 to 1.")] = None,
     needle_strength: Annotated[float | None, typer.Option(help="0 marginal, 1 strong, negative lost.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -114,9 +124,15 @@ def run(
         recipe_files=recipe or [], backend=backend, length=length, queries=queries, trace=trace,
         needle_depth=needle_depth, needle_strength=needle_strength, device=device, seed=seed,
     )  # fmt: skip
-    gates = [Gate.parse(text) for text in gate or []]
-    todo = plan(options)
+    gates = [Gate.parse(condition) for condition in gate or []]
     console = _console()
+    if text is not None or tokens is not None:
+        from .capture.run import inputs_from_text
+
+        options = inputs_from_text(options, text=text, tokens=tokens, kind=inputs, run_dir=run_dir, dry_run=dry_run)
+    elif run_dir is not None or inputs != "model":
+        raise InputError("--run-dir and --inputs belong to --text or --tokens")
+    todo = plan(options)
     if dry_run:
         from .estimate import render_plan
 
@@ -133,6 +149,42 @@ def run(
         console.print(f"wrote {json_file}", highlight=False)
     if not all(result.passed for result in results):
         raise typer.Exit(1)
+
+
+@app.command()
+def capture(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Option(help="Trace file to write (safetensors).")],
+    text: Annotated[Path | None, typer.Option(help="Text file, through the checkpoint's tokenizer.json.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="JSON list of token ids, instead of --text.")] = None,
+    layers: Annotated[str, typer.Option(help="all indexer layers, or numbers such as 2,4.")] = "all",
+    inputs: Annotated[str, typer.Option(help="model (forward pass), or embedding, a cheap PROXY.")] = "model",
+    stages: Annotated[str, typer.Option(help="Stages to record for the query rows: all, or names.")] = "",
+    queries: Annotated[int, typer.Option(help="Query rows whose attention mass is recorded.")] = 256,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Keeps finished layers; default OUT.run, removed at the end.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Run a text through the whole checkpoint, layer by layer, and write what each indexer sees as a trace.
+
+    An interrupted run goes on where it stopped when the same command is given again.
+    """
+    from .capture import capture_trace, load_text_inputs
+    from .capture.forward import check_stages
+    from .run import device_of
+
+    if queries < 1:
+        raise InputError(f"--queries: {queries}, expected at least 1")
+    chosen, where = check_stages(_split(stages)), device_of(device)
+    wanted = load_text_inputs(checkpoint, text=text, tokens=tokens, layers=_layer_numbers(layers), kind=inputs)
+    print(f"{wanted.source}; layers {', '.join(map(str, wanted.layers))} on {where}", file=sys.stderr)
+    capture_trace(wanted, out, device=where, run_dir=run_dir, queries=queries, stages=chosen, say=_say)
+    print(f"wrote {out}: {wanted.source}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @app.command()
@@ -191,6 +243,9 @@ def fixture(
     directory: Annotated[Path, typer.Argument(help="Directory to write; must not hold anything yet.")],
     like: Annotated[str, typer.Option(help="v4-flash, v4-pro or mini.")] = "mini",
     layers: Annotated[str, typer.Option(help="all, or layer numbers such as 2,4.")] = "all",
+    whole: Annotated[
+        int | None, typer.Option(help="Write the whole model of the first WHOLE layers, random codes, not indexers.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     shards: Annotated[int, typer.Option(help="Number of safetensors files.")] = 2,
     overwrite: Annotated[bool, typer.Option(help="Replace what the directory holds.")] = False,
@@ -200,9 +255,17 @@ def fixture(
     index_head_dim: Annotated[int | None, typer.Option(help="Another index head dim, a power of two.")] = None,
     index_topk: Annotated[int | None, typer.Option(help="Another number of selected entries.")] = None,
 ) -> None:
-    """Write a checkpoint with seeded indexer weights in the released layout."""
+    """Write a checkpoint with seeded indexer weights (or a whole random model) in the released layout."""
     from .fixture import write_checkpoint
 
+    if whole is not None:
+        from .fixture_model import write_model
+
+        indexer_only = (hidden_size, q_lora_rank, index_n_heads, index_head_dim, index_topk)
+        if layers != "all" or shards != 2 or overwrite or any(value is not None for value in indexer_only):
+            raise InputError("--whole goes with --like and --seed only: it writes one shard a layer at the real shapes")
+        print(f"{write_model(directory, like=like, layers=whole, seed=seed, say=_say)}: whole, {whole} layers")
+        return
     written = write_checkpoint(
         directory, like=like, layers=_layer_numbers(layers), seed=seed, shards=shards, overwrite=overwrite,
         hidden_size=hidden_size, q_lora_rank=q_lora_rank, index_n_heads=index_n_heads,

@@ -21,6 +21,7 @@ from torch import Tensor
 from . import metrics, ranks
 from .inputs.source import Needle
 from .invariants import MEANING, check_selection
+from .mass import lost_mass
 from .pipeline import Pipeline
 from .recipe import Recipe
 from .refimpl import STAGES, Trace
@@ -47,10 +48,14 @@ class Targets:
     needle_rows: Tensor
     needle_spans: list[range]
     needle_reference: ranks.Needles
+    mass: Tensor | None
 
     @staticmethod
-    def of(pipeline: Pipeline, needles: tuple[Needle, ...]) -> Targets:
-        """Compute (or reuse) the targets of a layer; every needle's query must be among the pipeline's rows."""
+    def of(pipeline: Pipeline, needles: tuple[Needle, ...], mass: Tensor | None = None) -> Targets:
+        """Compute (or reuse) the targets of a layer; every needle's query must be among the pipeline's rows.
+
+        mass: the main attention's weight of each entry for the pipeline's rows, fp32 [rows, E], where it is known.
+        """
         config = pipeline.call.config
         reference, ideal = Recipe.reference(config), Recipe.ideal(config)
         scores, topk = pipeline.stage(reference, "scores"), pipeline.stage(reference, "topk")
@@ -70,6 +75,7 @@ class Targets:
             needle_rows=rows,
             needle_spans=spans,
             needle_reference=found,
+            mass=None if mass is None else mass.to(scores.device),
         )
 
 
@@ -111,6 +117,7 @@ def compare(pipeline: Pipeline, recipe: Recipe, deployed: Trace, targets: Target
     ]
     result["misses"] = {"ties": lost.ties, "near_ties": lost.near_ties, "real": lost.real}
     result |= _needles(scores, selected, t)
+    result |= _mass(selected, pipeline.queries, t)
     bins = ranks.survival(selected=selected, target_scores=t.scores, visible=t.visible, k=t.k)
     result["survival"] = [asdict(b) | {"p": metrics.finite(b.p)} for b in bins]
     result |= {
@@ -170,6 +177,19 @@ def _needles(scores: Tensor, selected: Tensor, t: Targets) -> dict[str, Any]:
         "needle_rank_median": found.rank_median,
         "needles_selected_reference": had if count else None,
         "needles_lost": lost if count else None,
+    }
+
+
+def _mass(selected: Tensor, queries: Tensor, t: Targets) -> dict[str, Any]:
+    """Attention mass on dropped entries; None for a trace without it."""
+    lost = None
+    if t.mass is not None:
+        lost = lost_mass(mass=t.mass, selected=selected, target_selected=t.topk, visible=t.visible, k=t.k)
+    return {
+        "attention_mass_lost": lost and lost.mean,
+        "attention_mass_lost_worst": lost and lost.worst,
+        "attention_mass_lost_worst_query": lost and int(queries[lost.worst_row]),
+        "attention_mass_rows": lost and lost.rows,
     }
 
 

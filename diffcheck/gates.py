@@ -24,7 +24,8 @@ NUMERIC_FIELDS = (
     "recall_tied", "recall_mean_ideal", "recall_p1_ideal", "recall_worst_ideal", "recall_tied_ideal", "tie_band",
     "needle_rank_reference", "needle_rank", "needle_rank_reference_median", "needle_rank_median", "needles",
     "needles_selected_reference", "needles_lost", "score_rel_error", "score_calc_diff", "score_max_error",
-    "format_error", "kernel_error", "kernel_calc_diff", "topk_wrong_rows", "margin", "bytes_per_entry", "seconds",
+    "format_error", "kernel_error", "kernel_calc_diff", "attention_mass_lost",
+    "attention_mass_lost_worst", "topk_wrong_rows", "margin", "bytes_per_entry", "seconds",
 )  # fmt: skip
 
 

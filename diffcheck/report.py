@@ -27,6 +27,8 @@ SCHEMA_VERSION = 1
 HEAD_BINS, TAIL_BIN = 4, 5
 """Survival bins (of r/k) that count as the head of the set, below 0.75, and the last one inside it, from 0.9 to 1."""
 SAFE_SURVIVAL = 0.99
+PROXY_MARK = "PROXY"
+"""Stands in the source of inputs that only stand in for hidden states."""
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -64,6 +66,7 @@ def document(todo: Plan, outcome: Outcome, gates: list[GateResult]) -> dict[str,
         },
         "inputs": {
             "source": todo.source,
+            "proxy": PROXY_MARK in todo.source,
             "length": todo.length,
             "seed": todo.options.seed,
             "needles": outcome.needles,
@@ -115,6 +118,7 @@ def render(console: Console, todo: Plan, outcome: Outcome, gates: list[GateResul
 
 LEGEND = (
     "lost: needles that the reference selects and this case does not. rank: median needle rank, reference -> case.\n"
+    "mass: share of the main attention's weight that falls on entries it drops (only after a forward pass).\n"
     "head, tail: share of the reference's entries of rank below 0.75 k, and from 0.9 k, that is still selected.\n"
     "J, J tied: Jaccard with the reference, plain and tie-tolerant; J ideal: with the unrounded formulas.\n"
     "score, format, kernel: relative score error in all, from the recipe's choices, and beyond them."
@@ -122,7 +126,7 @@ LEGEND = (
 
 
 COLUMNS = (
-    "layer", "precision", "theta", "lost", "rank", "head", "tail", "J", "J tied", "J ideal", "recall", "worst",
+    "layer", "precision", "theta", "lost", "mass", "rank", "head", "tail", "J", "J tied", "J ideal", "recall", "worst",
     "score", "format", "kernel", "B", "first stage", "verdict",
 )  # fmt: skip
 NARROW = {150: ("J ideal", "recall", "worst", "B"), 125: ("J", "format", "tail"), 95: ("rank", "score", "kernel")}
@@ -131,6 +135,8 @@ NARROW = {150: ("J ideal", "recall", "worst", "B"), 125: ("J", "format", "tail")
 
 def _table(outcome: Outcome, width: int) -> Table:
     left_out = {name for least, names in NARROW.items() if width < least for name in names}
+    if all(case.get("attention_mass_lost") is None for case in outcome.cases):
+        left_out.add("mass")
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1))
     for name in COLUMNS:
         if name not in left_out:
@@ -152,12 +158,13 @@ _STYLES = {"kernel": "bold red", "config": "yellow", "same": "green", "vacuous":
 def _row(case: dict[str, Any]) -> list[str]:
     head = [str(case["layer"]), case["precision"], case["theta_setting"]]
     if case["verdict"] == "refused":
-        return [*head, *[""] * 13, "-", "refused"]
+        return [*head, *[""] * 14, "-", "refused"]
     needles = case["needles"]
     ranks = [case["needle_rank_reference_median"], case["needle_rank_median"]]
     return [
         *head,
         f"{case['needles_lost']}/{case['needles_selected_reference']}" if needles else "-",
+        "-" if case["attention_mass_lost"] is None else f"{case['attention_mass_lost']:.2%}",
         "->".join("-" if r is None else f"{r:g}" for r in ranks) if needles else "-",
         _number(survival_below(case, HEAD_BINS)),
         _number(case["survival"][TAIL_BIN]["p"]),
@@ -188,6 +195,8 @@ def summary(todo: Plan, outcome: Outcome) -> list[str]:
     """The run in plain words: a line a precision, then what each what-if theta does to the first precision."""
     k = todo.checkpoint.config.index_topk
     lines = []
+    if PROXY_MARK in todo.source:
+        lines.append("PROXY inputs: embedding rows, not hidden states; the numbers show arithmetic, not the model.")
     for precision in dict.fromkeys(case.precision for case in todo.cases):
         records = [r for r in outcome.cases if r["precision"] == precision and not r["what_if"]]
         if records:
@@ -251,6 +260,15 @@ def _words(records: list[dict[str, Any]], k: int) -> str:
         count, had = (sum(r[n] for r in lost) for n in ("needles_lost", "needles_selected_reference"))
         where = ", ".join(str(r["layer"]) for r in lost)
         parts.append(f"LOSES {count} of {had} needles (layer {where})")
+    dropped = [r for r in measured if r.get("attention_mass_lost") is not None]
+    if dropped:
+        most = max(dropped, key=lambda r: r["attention_mass_lost"])
+        row = max(dropped, key=lambda r: r["attention_mass_lost_worst"])
+        parts.append(
+            f"drops {most['attention_mass_lost']:.2%} of the attention mass (layer {most['layer']}), "
+            f"{row['attention_mass_lost_worst']:.1%} in the worst row (layer {row['layer']}, "
+            f"query {row['attention_mass_lost_worst_query']})"
+        )
     if all(r["verdict"] == "same" for r in measured):
         parts.append("selects what the reference selects")
     else:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from .backends import Backend, Chain, find_backend
 from .cases import DEFAULT_PRECISIONS, DEFAULT_THETAS, Case, build_cases
@@ -48,6 +49,8 @@ class Options:
     needle_strength: float | None = None
     device: str = "auto"
     seed: int = 0
+    source: str | None = None
+    """What the inputs are going to be, where they are not made yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +114,7 @@ def plan(options: Options) -> Plan:
         notes += [f"layer {layer}: {note}" for layer in layers for note in inputs[layer].notes]
     else:
         length = options.length or SYNTHETIC_LENGTH_IN_TOPK * checkpoint.config.index_topk
-        source = f"made-up hidden states, seed {options.seed}"
+        source = options.source or f"made-up hidden states, seed {options.seed}"
         check_needle_options(checkpoint.config, length, options.needle_depth, options.needle_strength)
     if options.queries is not None and options.queries > length:
         raise InputError(f"--queries: {options.queries} for {length} tokens, expected at most one a token")
@@ -199,7 +202,7 @@ def _run_layer(todo: Plan, layer: int, outcome: Outcome) -> Iterator[dict[str, A
             f"the trace of layer {layer} starts at token {inputs.start}, expected 0: `run` begins a stream"
         )
     must = [needle.query for needle in inputs.needles]
-    queries = choose_queries(len(inputs.x), config.index_topk, todo.queries, must)
+    queries, mass = _rows(inputs, config.index_topk, todo, must)
     pipeline = Pipeline(
         config, weights.to(device), inputs.x.to(device), inputs.qr.to(device), queries=queries.to(device)
     )
@@ -208,12 +211,30 @@ def _run_layer(todo: Plan, layer: int, outcome: Outcome) -> Iterator[dict[str, A
     ]
     if todo.inputs is None:  # notes on a trace are in the plan
         outcome.notes += [f"layer {layer}: {note}" for note in inputs.notes]
-    targets = Targets.of(pipeline, inputs.needles)
+    targets = Targets.of(pipeline, inputs.needles, mass)
     for case in todo.cases:
         yield _run_case(todo, layer, case, pipeline, targets)
     asked, computed = pipeline.savings()
     outcome.stages_asked += asked
     outcome.stages_computed += computed
+
+
+def _rows(inputs: LayerInputs, k: int, todo: Plan, must: list[int]) -> tuple[Tensor, Tensor | None]:
+    """Positions of the query rows to compare, and their attention mass [rows, E], NaN for a row without.
+
+    Unless a number of rows was asked for, they are those that have their mass.
+    """
+    if inputs.mass is None or inputs.mass_queries is None:
+        return choose_queries(len(inputs.x), k, todo.queries, must), None
+    queries = torch.cat((inputs.mass_queries, torch.tensor(must, dtype=torch.int64))).unique()
+    if todo.options.queries is not None:
+        queries = choose_queries(len(inputs.x), k, todo.queries, must)
+    mass = torch.full((len(queries), inputs.mass.shape[1]), torch.nan)
+    row_of = {int(position): row for row, position in enumerate(inputs.mass_queries)}
+    for row, position in enumerate(queries.tolist()):
+        if position in row_of:
+            mass[row] = inputs.mass[row_of[position]]
+    return queries, mass
 
 
 def _run_case(todo: Plan, layer: int, case: Case, pipeline: Pipeline, targets: Targets) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -52,25 +52,23 @@ class ModelCheckpoint:
             count += 1
         return count
 
-    def load(self, layer: int | None) -> dict[str, Tensor]:
-        """Tensors of a layer by their names inside it, or those outside the layers (None), as stored, on the CPU."""
+    def load(self, layer: int | None, only: Container[str] | None = None) -> dict[str, Tensor]:
+        """Tensors of a layer by their names inside it, as stored, on the CPU; `only` those named.
+
+        None: those outside the layers, of which the head is left out unless named.
+        """
         by_file: dict[str, dict[str, str]] = defaultdict(dict)
         for rest, place in self._places[layer].items():
-            if layer is not None or rest != "head.weight":
+            if (rest in only) if only is not None else (layer is not None or rest != "head.weight"):
                 by_file[place.file][place.name] = rest
         return self._read(by_file)
 
     def load_head(self) -> dict[str, Tensor]:
         """The tensors that turn the last streams into logits."""
-        wanted = [name for name in self._places[None] if name != "embed.weight"]
-        by_file: dict[str, dict[str, str]] = defaultdict(dict)
-        for rest in wanted:
-            place = self._places[None][rest]
-            by_file[place.file][place.name] = rest
-        return self._read(by_file)
+        return self.load(None, only=[name for name in self._places[None] if name != "embed.weight"])
 
     def _read(self, by_file: dict[str, dict[str, str]]) -> dict[str, Tensor]:
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for file, names in by_file.items():
             header = self.checkpoint.index.header(file)
             for stored in names:

@@ -54,7 +54,9 @@ class Needle:
 class LayerInputs:
     """One layer's inputs: x bf16 [T, hidden], qr bf16 [T, q_lora]; token i of them is at position start + i.
 
-    needles have absolute positions. source says where the inputs come from, notes what was done to them.
+    needles have absolute positions. source says where the inputs come from, notes what was done to them. mass, where a
+    forward pass recorded it, is the main attention's weight of each entry, fp32 [rows, E], for the positions
+    mass_queries, int64 [rows].
     """
 
     x: Tensor = field(repr=False, compare=False)
@@ -63,6 +65,8 @@ class LayerInputs:
     needles: tuple[Needle, ...] = ()
     source: str = ""
     notes: tuple[str, ...] = ()
+    mass: Tensor | None = field(default=None, repr=False, compare=False)
+    mass_queries: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
     def length(self) -> int:
@@ -122,6 +126,7 @@ def _load(
     for layer in wanted:
         notes: list[str] = []
         x, qr = (_read(path, file, f"layers.{layer}.{name}", notes) for name in ("x", "qr"))
+        mass, mass_queries = _mass(path, file, names, layer, start, rows[layer])
         loaded[layer] = LayerInputs(
             x=x,
             qr=qr,
@@ -129,6 +134,8 @@ def _load(
             needles=needles,
             source=opened.metadata.get("source", ""),
             notes=tuple(notes),
+            mass=mass,
+            mass_queries=mass_queries,
         )
     return loaded
 
@@ -176,6 +183,24 @@ def _read(path: Path, file: Any, key: str, notes: list[str]) -> Tensor:
         row = int(bad.nonzero()[0])
         raise InputError(f"{path}: {key} holds NaN or inf, first in row {row}, expected finite values (bf16 range)")
     return rounded
+
+
+def _mass(
+    path: Path, file: Any, names: set[str], layer: int, start: int, length: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Attention mass of a layer and the positions of its rows, if the trace has them."""
+    key, rows_key = (f"layers.{layer}.{name}" for name in ("attention_mass", "queries"))
+    if key not in names:
+        return None, None
+    if rows_key not in names:
+        raise InputError(f"{path}: no tensor {rows_key}, expected the positions of the rows of {key}")
+    queries = torch.tensor(_integers(path, file, rows_key), dtype=torch.int64)
+    shape = file.get_slice(key).get_shape()
+    if shape != [len(queries), (start + length) // WINDOW]:
+        raise InputError(f"{path}: {key} has shape {shape}, expected {[len(queries), (start + length) // WINDOW]}")
+    if len(queries) and not start <= int(queries.min()) <= int(queries.max()) < start + length:
+        raise InputError(f"{path}: {rows_key} holds a position outside {start}..{start + length - 1}")
+    return file.get_tensor(key).float(), queries
 
 
 def _needles(path: Path, file: Any, names: set[str], start: int, length: int, needle_tokens: int) -> tuple[Needle, ...]:

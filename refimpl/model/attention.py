@@ -23,7 +23,6 @@ from ..config import INDEXER_RATIO
 from ..indexer import run_indexer
 from ..linear import ROW_TILE, row_tiled_product
 from ..rotation import apply_rope, inverse_frequencies, rope_table
-from ..trace import Trace
 from .config import ModelConfig
 from .exact import exact_selection
 from .weights import LayerWeights, Linear, Numerics
@@ -38,14 +37,12 @@ MASS_ROWS = 16
 class AttentionRecord:
     """What a layer's attention saw: x [T, hidden], its input after attn_norm, and qr [T, q_lora].
 
-    In a layer of ratio 4 also `topk` [T, k]; `trace` with the indexer's stages if they were asked for (reference
-    numerics only); and for the query rows asked for `mass` fp32 [rows, E], the softmax weight of each visible
-    compressed entry among them all, mean over heads.
+    In a layer of ratio 4 also `topk` [T, k], the indexer's selection, and for the query rows asked for `mass` fp32
+    [rows, E], the softmax weight of each visible compressed entry among them all, mean over heads.
     """
 
     x: Tensor
     qr: Tensor
-    trace: Trace | None = None
     topk: Tensor | None = None
     mass: Tensor | None = None
 
@@ -57,7 +54,6 @@ def attention(
     x: Tensor,
     numerics: Numerics,
     mass_queries: Tensor | None = None,
-    stages: bool = False,
 ) -> tuple[Tensor, AttentionRecord]:
     """The block's output [T, hidden] for x [T, hidden] from position 0 on; mass_queries: token positions, int64."""
     c, ratio = config.indexer, config.ratio(layer)
@@ -68,22 +64,20 @@ def attention(
     qr = _norm(weights, "attn.q_norm", lowered, c.rms_norm_eps, numerics)
     key = weights.linear("attn.wkv", config.head_dim, c.hidden_size)(x, numerics)
     keys = _finish_keys(config, weights, "attn.kv_norm", key, positions, inv_freq, numerics)
-    trace = topk = mass = None
+    topk = mass = None
     compressed = keys[:0]
     if ratio:
         compressed = compress(config, layer, weights, x, inv_freq, numerics)
     if ratio == INDEXER_RATIO:
         if numerics.rounded:
-            run = run_indexer(c, weights.indexer(), x, qr)
-            topk, trace = run["topk"], run if stages else None
-            del run
+            topk = run_indexer(c, weights.indexer(), x, qr)["topk"]
         else:
             topk = exact_selection(c, weights.indexer(), x, qr)
     wq_b = weights.linear("attn.wq_b", config.num_attention_heads * config.head_dim, c.q_lora_rank)
     if ratio == INDEXER_RATIO and mass_queries is not None:
         mass = _mass(config, wq_b, qr, mass_queries, inv_freq, compressed, numerics)
     out = _attend_all(config, layer, weights, wq_b, qr, torch.cat((keys, compressed)), topk, inv_freq, numerics)
-    return out, AttentionRecord(x=x, qr=qr, trace=trace, topk=topk, mass=mass)
+    return out, AttentionRecord(x=x, qr=qr, topk=topk, mass=mass)
 
 
 def compress(
@@ -176,7 +170,7 @@ def _wo_a(config: ModelConfig, weights: LayerWeights) -> Tensor:
     """The grouped projection fp32 [G, o_lora, H/G * D]; stored fp8, its activation is not quantised all the same."""
     inputs = config.num_attention_heads // config.o_groups * config.head_dim
     weight = weights.linear("attn.wo_a", config.o_groups * config.o_lora_rank, inputs).weight
-    return weight.unflatten(0, (config.o_groups, config.o_lora_rank))
+    return weight.view(config.o_groups, config.o_lora_rank, inputs)
 
 
 def _slots(

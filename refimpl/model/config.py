@@ -126,7 +126,7 @@ def _hash_layers(raw: Mapping[str, Any], reader: ConfigReader, where: str) -> in
     kinds = raw.get("mlp_layer_types")
     if not isinstance(kinds, list):
         return reader.integer(None, "num_hash_layers", "n_hash_layers")
-    count = sum(kind == "hash_moe" for kind in kinds)
+    count: int = kinds.count("hash_moe")
     if kinds != ["hash_moe"] * count + ["moe"] * (len(kinds) - count):
         raise InputError(f"{where}: mlp_layer_types is {kinds!r:.120}, expected hash_moe layers and then moe layers")
     return count

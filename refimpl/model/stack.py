@@ -63,18 +63,16 @@ def run_layer(
     *,
     numerics: Numerics = REFERENCE,
     mass_queries: Tensor | None = None,
-    stages: bool = False,
 ) -> LayerResult:
     """One layer on streams [T, S, C] of token ids [T], a whole text from position 0 on.
 
     Weights, streams and tokens are on one device. mass_queries: token positions whose attention mass is recorded.
-    stages: keep every stage of the indexer (four times the queries' memory).
     """
     eps, width = config.indexer.rms_norm_eps, config.indexer.hidden_size
     with torch.no_grad(), exact_matmul():
         mixed, post, comb = block_input(config, weights, "attn", streams, numerics)
         x = numerics.round(rms_norm(mixed, weights.fp32("attn_norm.weight", width), eps))
-        out, record = attention(config, layer, weights, x, numerics, mass_queries, stages)
+        out, record = attention(config, layer, weights, x, numerics, mass_queries)
         streams = block_output(streams, out, post, comb, numerics)
         mixed, post, comb = block_input(config, weights, "ffn", streams, numerics)
         x = numerics.round(rms_norm(mixed, weights.fp32("ffn_norm.weight", width), eps))
@@ -116,7 +114,6 @@ def run_model(
     device: torch.device | str = "cpu",
     numerics: Numerics = REFERENCE,
     mass_queries: Tensor | None = None,
-    stages: bool = False,
 ) -> Iterator[LayerResult]:
     """Run `layers` (all by default) on token ids int64 [T]; yields each layer's result as it is done.
 
@@ -130,9 +127,7 @@ def run_model(
         streams = embed(config, LayerWeights(load(None), config, "top"), tokens, numerics)
     streams = streams.to(device)
     for layer, weights in stream_layers(config, load, layers, device):
-        result = run_layer(
-            config, layer, weights, streams, tokens, numerics=numerics, mass_queries=mass_queries, stages=stages
-        )
+        result = run_layer(config, layer, weights, streams, tokens, numerics=numerics, mass_queries=mass_queries)
         del weights
         streams = result.streams
         yield result

@@ -297,3 +297,66 @@ def test_json_has_null_for_what_it_cannot_spell(tmp_path):
     _write_json(path, {"a": [1.5, float("nan")], "b": {"c": (float("inf"), "text", None, True)}})
     assert json.loads(path.read_text()) == {"a": [1.5, None], "b": {"c": [None, "text", None, True]}}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_capture_then_run(cli, mini, tmp_path):
+    """A text's own hidden states: captured to a file, and in one step with `run`; both give the same numbers."""
+    ids, trace, out = tmp_path / "ids.json", tmp_path / "trace.safetensors", tmp_path / "out.json"
+    ids.write_text(json.dumps(json.loads((mini / "tokens.json").read_text())[:320]))
+    options = ["--checkpoint", mini, "--layers", "2"]
+    code, printed, err = cli("capture", *options, "--tokens", ids, "--out", trace)
+    assert code == 0
+    assert printed == f"wrote {trace}: forward pass of the reference, 320 tokens of ids.json\n"
+    assert "layer 2 of 0..2: " in err
+    what = ["--precision", "fp8", "--theta", "checkpoint", "--json", out]
+    assert cli("run", *options, "--trace", trace, *what)[0] == 0
+    first = json.loads(out.read_text())["cases"][0]
+    code, printed, _ = cli("run", *options, "--tokens", ids, "--run-dir", tmp_path / "kept", *what)
+    assert code == 0
+    second = json.loads(out.read_text())
+    assert {**second["cases"][0], "seconds": 0} == {**first, "seconds": 0}
+    assert first["attention_mass_lost"] > 0
+    assert second["inputs"]["proxy"] is False
+    assert (tmp_path / "kept" / "trace.safetensors").is_file()
+    assert cli("run", *options, "--tokens", ids, "--run-dir", tmp_path / "kept", *what)[2].startswith(
+        "layers 0 to 2 are"
+    )
+
+
+def test_a_proxy_says_so_everywhere(cli, mini, tmp_path):
+    ids, out = tmp_path / "ids.json", tmp_path / "out.json"
+    ids.write_text(json.dumps(list(range(300))))
+    options = ["--checkpoint", mini, "--layers", "2", "--tokens", ids, "--inputs", "embedding"]
+    code, printed, err = cli("capture", *options, "--out", tmp_path / "trace.safetensors")
+    assert code == 0
+    assert "PROXY: embedding rows" in printed
+    assert "PROXY: embedding rows" in err
+    run = [*options, "--precision", "fp8", "--theta", "checkpoint"]
+    code, printed, _ = cli("run", *run, "--json", out)
+    assert code == 0
+    assert printed.count("PROXY") == 2, "with the inputs and in the summary"
+    document = json.loads(out.read_text())
+    assert document["inputs"]["proxy"] is True
+    assert "PROXY" in document["summary"][0]
+    assert "PROXY" in cli("run", *run, "--dry-run")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "--tokens", "none.json"], "none.json: no such file"),
+        (["run", "--tokens", "none.json", "--length", "300"], "--text and --tokens exclude"),
+        (["run", "--text", "none.txt", "--needle-depth", "0.5"], "plant into made-up inputs"),
+        (["run", "--inputs", "embedding"], "belong to --text or --tokens"),
+        (["run", "--run-dir", "x"], "belong to --text or --tokens"),
+        (["capture", "--out", "x"], "expected one of --text FILE and --tokens"),
+        (["capture", "--out", "x", "--tokens", "t", "--inputs", "guess"], "--inputs: 'guess', expected model or"),
+        (["capture", "--out", "x", "--tokens", "t", "--stages", "q,w"], "--stages: 'w', expected all or some of q,"),
+        (["capture", "--out", "x", "--tokens", "t", "--queries", "0"], "--queries: 0, expected at least 1"),
+    ],
+)
+def test_bad_text_options(cli, mini, arguments, message):
+    code, _, err = cli(arguments[0], "--checkpoint", mini, *arguments[1:])
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
