@@ -183,6 +183,42 @@ def capture(
     print(f"wrote {out}: {wanted.source}")
 
 
+@app.command()
+def needle(
+    checkpoint: Checkpoint,
+    needle: Annotated[list[str] | None, typer.Option(help="Text to hide; repeatable, each one is a turn.")] = None,
+    question: Annotated[list[str] | None, typer.Option(help="Question that must find it; one each, or one.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with needles, questions, lengths, depths.")] = None,
+    haystack: Annotated[Path | None, typer.Option(help="Filler text, or .json ids; default: generated.")] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens, comma separated: 2048, 4.5k.")] = "2k,4.5k,10k,22k",
+    depths: Annotated[str, typer.Option(help="Depths of the needle, 0 to 1.")] = "0.1,0.5,0.9",
+    layers: Annotated[str, typer.Option(help="all indexer layers, or numbers such as 2,4.")] = "all",
+    precision: Annotated[str, typer.Option(help="Precisions and presets, comma separated.")] = "bf16,fp8,fp4",
+    theta: Annotated[str, typer.Option(help="RoPE thetas: checkpoint, NUMBER, NUMBER:noyarn.")] = "checkpoint",
+    recipe: Annotated[list[Path] | None, typer.Option(help="TOML file with one more recipe; repeatable.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Keeps finished layers; an interrupted grid resumes.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write ranks and selections to this file.")] = None,
+) -> None:
+    """Hide needles in text, run the whole model, and say in how many layers each precision loses them."""
+    from .needle.command import NeedleOptions, run_needles
+    from .needle.report import document, render
+
+    options = NeedleOptions(
+        checkpoint=checkpoint, needles=needle or [], questions=question or [], config=config, haystack=haystack,
+        lengths=_split(lengths), depths=_split(depths), layers=_layer_numbers(layers), precisions=_split(precision),
+        thetas=_split(theta), recipe_files=recipe or [], run_dir=run_dir, device=device,
+    )  # fmt: skip
+    if json_file is not None:
+        _check_writable(json_file)
+    cells = run_needles(options, _say)
+    console = _console()
+    render(console, cells)
+    if json_file is not None:
+        _write_json(json_file, {"schema_version": 1, "command": sys.argv[1:], "cells": document(cells)})
+        console.print(f"wrote {json_file}", highlight=False)
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 

@@ -203,7 +203,8 @@ def _bytes(generator: np.random.Generator, tensor: Planned) -> np.ndarray:
 
 
 def _lookup(generator: np.random.Generator, tensor: Planned, values: np.ndarray) -> np.ndarray:
-    return values[_bytes(generator, tensor)]
+    chosen: np.ndarray = values[_bytes(generator, tensor)]
+    return chosen
 
 
 def _e4m3(generator: np.random.Generator, tensor: Planned) -> np.ndarray:

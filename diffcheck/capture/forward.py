@@ -44,10 +44,11 @@ class Captured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTime:
-    """Cost of one layer: seconds, waiting for weights included, and peak bytes on the GPU so far (None on a CPU)."""
+    """Cost of one layer: seconds, waiting for its weights included; of these, writing files; peak bytes on the GPU."""
 
     layer: int
     seconds: float
+    saving: float
     peak_bytes: int | None
 
 
@@ -59,19 +60,21 @@ def capture_forward(
     *,
     device: str = "cpu",
     say: Say = lambda line: None,
+    done: Callable[[LayerTime], None] = lambda time: None,
 ) -> list[LayerTime]:
     """Run the layers up to the last one wanted and leave a file for each of these in `run_dir`.
 
-    Layers that the directory has already are not run again. Returns the cost of those that ran. Raises InputError for a
+    Layers that the directory has already are not run again. Returns the cost of those that ran; `done` is told each of
+    them at once. Raises InputError for a
     directory of another run, an id outside the vocabulary and whatever the checkpoint lacks.
     """
     ids = torch.tensor(list(tokens), dtype=torch.int64)
     last = max(wanted.layers)
     _claim(run_dir, _key(model, ids, wanted))
-    done, streams = _newest_streams(run_dir, wanted.layers)
-    if done is not None:
-        say(f"layers 0 to {done} are done, found in {run_dir}")
-    todo = range(0 if done is None else done + 1, last + 1)
+    finished, streams = _newest_streams(run_dir, wanted.layers)
+    if finished is not None:
+        say(f"layers 0 to {finished} are done, found in {run_dir}")
+    todo = range(0 if finished is None else finished + 1, last + 1)
     times: list[LayerTime] = []
     began = time.perf_counter()
     if device == "cuda":
@@ -80,17 +83,19 @@ def capture_forward(
         model.config, model.load, ids, layers=todo, streams=streams, device=device, mass_queries=wanted.queries
     )
     for result in running:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        ran = time.perf_counter()
         if result.layer in wanted.layers:
             _save(run_dir / _layer_file(result.layer), _record(model, result.layer, result.record, wanted))
         if result.layer != last:
             _save(run_dir / _streams_file(result.layer), {"streams": result.streams})
             _drop_older_streams(run_dir, result.layer)
-        if device == "cuda":
-            torch.cuda.synchronize()
         now = time.perf_counter()
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-        times.append(LayerTime(layer=result.layer, seconds=now - began, peak_bytes=peak))
+        times.append(LayerTime(layer=result.layer, seconds=now - began, saving=now - ran, peak_bytes=peak))
         began = now
+        done(times[-1])
         say(_progress(times, last))
     return times
 

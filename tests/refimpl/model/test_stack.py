@@ -8,8 +8,8 @@ import torch
 
 from diffcheck.checkpoint.model import open_model
 from diffcheck.refimpl import InputError
-from diffcheck.refimpl.model import ModelConfig, embed, experts, run_model, stream_layers
-from diffcheck.refimpl.model.weights import LayerWeights
+from diffcheck.refimpl.model import EXACT, REFERENCE, ModelConfig, embed, experts, functions, run_model, stream_layers
+from diffcheck.refimpl.model.weights import LayerWeights, Linear
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +110,29 @@ def test_a_routing_table_that_names_no_expert(model, bad):
     weights = LayerWeights(tensors, model.config, "layer 0")
     with pytest.raises(InputError, match=r"names an expert outside 0\.\.7"):
         experts.route(model.config, 0, weights, torch.zeros(1, 256).bfloat16(), torch.tensor([5]))
+
+
+def test_a_plain_weight_leaves_its_activation_alone():
+    """Stored bf16: one product, rounded once. Stored e4m3: the activation is quantised, in the reference only."""
+    rng = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(5, 128, generator=rng).bfloat16(), torch.randn(7, 128, generator=rng)
+    whole = x.float() @ weight.T
+    plain, stored = Linear(weight, quantised=False), Linear(weight, quantised=True)
+    assert (plain(x, REFERENCE).float() - whole).abs().max() <= 2.0**-8 * whole.abs().max()
+    assert (stored(x, EXACT) - whole).abs().max() < 1e-5 * whole.abs().max()
+    assert (stored(x, REFERENCE).float() - whole).abs().max() > 0.02 * whole.abs().max()
+    assert plain(x, REFERENCE).dtype == torch.bfloat16
+    assert plain(x, EXACT).dtype == torch.float32
+    with pytest.raises(InputError, match="96 inputs of a quantised weight"):
+        Linear(weight[:, :96], quantised=True)(x[:, :96], REFERENCE)
+
+
+@pytest.mark.parametrize("function", [functions.sigmoid, functions.silu, functions.softplus])
+def test_activations_do_not_depend_on_the_place(function):
+    """Bits of an element are the same at any length of the tensor, and right: against fp64."""
+    x = 8 * torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
+    whole = function(x)
+    for rows in range(1, 200):
+        assert torch.equal(function(x[:rows]), whole[:rows])
+    exact = getattr(torch.nn.functional, function.__name__)(x.double())
+    assert ((whole - exact).abs() <= 1e-6 * exact.abs() + 1e-12).all()

@@ -176,10 +176,10 @@ def test_a_config_saved_by_transformers_reads_the_same(tmp_path, seed):
     assert ModelConfig.from_json(tmp_path / "config.json") == ModelConfig.from_dict(raw)
 
 
-@pytest.mark.parametrize("length", [70, 133])
+@pytest.mark.parametrize("length", [13, 70, 71, 133])
 def test_a_prefix_does_not_depend_on_what_follows(tmp_path, length):
     """Causality, bit for bit, in the reference numerics."""
-    random_model(2, head_dim=96).save_pretrained(tmp_path)
+    random_model(2, head_dim=96, index_topk=8).save_pretrained(tmp_path)
     opened = open_model(tmp_path)
     tokens = torch.randint(0, 64, (200,), generator=torch.Generator().manual_seed(5))
     whole = run_model(opened.config, opened.load, tokens, numerics=REFERENCE)

@@ -1,0 +1,84 @@
+"""`diffcheck needle`: from the command line's options to cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..capture.tokens import Tokeniser
+from ..cases import build_cases
+from ..checkpoint.layer import Checkpoint
+from ..checkpoint.model import ModelCheckpoint
+from ..errors import EnvironmentMissing, InputError
+from ..run import device_of
+from .build import NeedleTest, build_text, make_test, read_test
+from .grid import Cell, run_grid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeedleOptions:
+    """What the command line asks for; see `diffcheck needle --help`."""
+
+    checkpoint: Path
+    needles: list[str]
+    questions: list[str]
+    config: Path | None
+    haystack: Path | None
+    lengths: list[str]
+    depths: list[str]
+    layers: list[int] | None
+    precisions: list[str]
+    thetas: list[str]
+    recipe_files: list[Path]
+    run_dir: Path | None
+    device: str
+
+
+def run_needles(options: NeedleOptions, say: Callable[[str], None]) -> list[Cell]:
+    """Check everything, then run the grid; InputError or EnvironmentMissing says what is wrong."""
+    device = device_of(options.device)
+    opened = Checkpoint(options.checkpoint)
+    model = ModelCheckpoint(opened)
+    layers = tuple(n for n in opened.select(options.layers) if n < model.layers_present)
+    if not layers:
+        raise InputError(f"{model.directory}: no indexer layer among the whole layers 0 to {model.layers_present - 1}")
+    cases = build_cases(opened.config, options.precisions, options.thetas, options.recipe_files)
+    test = _read(options, model.directory)
+    for length in test.lengths:
+        for depth in test.depths:
+            ids, _ = build_text(test, length, depth)
+            wrong = next((token for token in ids if not 0 <= token < model.config.vocab_size), None)
+            if wrong is not None:
+                raise InputError(f"token id {wrong}, expected 0 to {model.config.vocab_size - 1}")
+    return list(run_grid(model, layers, test, cases, device=device, run_dir=options.run_dir, say=say))
+
+
+def _read(options: NeedleOptions, directory: Path) -> NeedleTest:
+    """The test from its file or from the options; a file of token ids needs no tokeniser."""
+    try:
+        tokeniser: Tokeniser | None = Tokeniser(directory)
+    except (EnvironmentMissing, InputError) as error:
+        if options.config is None:
+            raise
+        tokeniser, missing = None, error
+
+    def encode(text: str) -> list[int]:
+        if tokeniser is None:
+            raise missing
+        return tokeniser.encode_plain(text)
+
+    prefix = tokeniser.encode("") if tokeniser else []
+    if options.config is not None:
+        if options.needles or options.questions or options.haystack is not None:
+            raise InputError("--config excludes --needle, --question and --haystack: the file has them")
+        return read_test(options.config, encode, prefix)
+    return make_test(
+        needles=options.needles,
+        questions=options.questions,
+        haystack=options.haystack,
+        lengths=options.lengths,
+        depths=options.depths,
+        encode=encode,
+        prefix=prefix,
+    )
