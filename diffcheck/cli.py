@@ -219,6 +219,39 @@ def needle(
         console.print(f"wrote {json_file}", highlight=False)
 
 
+@app.command()
+def marginal(
+    checkpoint: Checkpoint,
+    trace: Annotated[Path | None, typer.Option(help="Trace file; default: the checkpoint's trace.safetensors.")] = None,
+    layers: Annotated[str, typer.Option(help="all, or layer numbers such as 2,4.")] = "all",
+    precision: Annotated[str, typer.Option(help="Precisions and presets, comma separated.")] = "bf16,fp8,fp4",
+    theta: Annotated[str, typer.Option(help="RoPE thetas: checkpoint, NUMBER, NUMBER:noyarn.")] = "checkpoint",
+    recipe: Annotated[list[Path] | None, typer.Option(help="TOML file with one more recipe; repeatable.")] = None,
+    trials: Annotated[int, typer.Option(help="Needles planted at each strength.")] = 32,
+    strengths: Annotated[str | None, typer.Option(help="Rising strengths, comma separated; 0 is marginal.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of made-up hidden states instead of a trace.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of made-up inputs and of the intervals.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+) -> None:
+    """Sweep the strength of planted needles: how strong must one be to be selected half of the time?"""
+    from .needle.marginal_report import MarginalOptions, measure, render
+
+    options = MarginalOptions(
+        checkpoint=checkpoint, trace=trace, layers=_layer_numbers(layers), precisions=_split(precision),
+        thetas=_split(theta), recipe_files=recipe or [], trials=trials,
+        strengths=None if strengths is None else _split(strengths), length=length, seed=seed, device=device,
+    )  # fmt: skip
+    if json_file is not None:
+        _check_writable(json_file)
+    source, records = measure(options, _say)
+    console = _console()
+    render(console, source, records)
+    if json_file is not None:
+        _write_json(json_file, {"schema_version": 1, "command": sys.argv[1:], "inputs": source, "records": records})
+        console.print(f"wrote {json_file}", highlight=False)
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
