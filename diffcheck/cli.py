@@ -127,7 +127,7 @@ def run(
     gates = [Gate.parse(condition) for condition in gate or []]
     console = _console()
     if text is not None or tokens is not None:
-        from .capture.run import inputs_from_text
+        from .capturing.run import inputs_from_text
 
         options = inputs_from_text(options, text=text, tokens=tokens, kind=inputs, run_dir=run_dir, dry_run=dry_run)
     elif run_dir is not None or inputs != "model":
@@ -170,8 +170,8 @@ def capture(
 
     An interrupted run goes on where it stopped when the same command is given again.
     """
-    from .capture import capture_trace, load_text_inputs
-    from .capture.forward import check_stages
+    from .capturing import capture_trace, load_text_inputs
+    from .capturing.forward import check_stages
     from .run import device_of
 
     if queries < 1:

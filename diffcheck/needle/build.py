@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..capture.tokens import read_text, read_tokens
+from ..capturing.tokens import read_text, read_tokens
 from ..errors import InputError
 from .haystack import filler
 

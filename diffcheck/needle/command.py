@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..capture.tokens import Tokeniser
+from ..capturing.tokens import Tokeniser
 from ..cases import build_cases
 from ..checkpoint.layer import Checkpoint
 from ..checkpoint.model import ModelCheckpoint

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from .. import ranks
-from ..capture.forward import Captured, capture_forward
+from ..capturing.forward import Captured, capture_forward
 from ..cases import Case
 from ..checkpoint.model import ModelCheckpoint
 from ..pipeline import Pipeline

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from diffcheck.capture import load_text_inputs, tokens
-from diffcheck.capture.tokens import Tokeniser, read_text, read_tokens
+from diffcheck.capturing import load_text_inputs, tokens
+from diffcheck.capturing.tokens import Tokeniser, read_text, read_tokens
 from diffcheck.errors import EnvironmentMissing, InputError
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from diffcheck.capture import capture_trace, load_text_inputs
-from diffcheck.capture.embedding import embedding_inputs
-from diffcheck.capture.forward import Captured, capture_forward
+from diffcheck.capturing import capture_trace, load_text_inputs
+from diffcheck.capturing.embedding import embedding_inputs
+from diffcheck.capturing.forward import Captured, capture_forward
 from diffcheck.errors import InputError
 from diffcheck.refimpl import STAGES, load_traces, run_indexer
 from diffcheck.refimpl.model import run_model
