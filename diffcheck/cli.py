@@ -184,6 +184,20 @@ def capture(
 
 
 @app.command()
+def convert(
+    dump: Annotated[Path, typer.Argument(help="SGLang dump directory, .pt or .safetensors file, or .json answer.")],
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Option(help="Trace file to write (safetensors).")],
+    request: Annotated[int, typer.Option(help="Which request of a dump, 0 is the first.")] = 0,
+) -> None:
+    """Turn what a server left (tensor dumps, plain tensors, returned top-k) into a trace; says what is missing."""
+    from .capturing.convert import convert_dump
+
+    for line in convert_dump(dump, checkpoint, out, request):
+        print(line)
+
+
+@app.command()
 def needle(
     checkpoint: Checkpoint,
     needle: Annotated[list[str] | None, typer.Option(help="Text to hide; repeatable, each one is a turn.")] = None,

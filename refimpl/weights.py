@@ -100,9 +100,11 @@ def dequantise_weight(weight: Tensor, scale: Tensor | None, block: tuple[int, in
     assert scale is not None, "a quantised weight has a scale"
     scale32 = decode_e8m0(scale.view(torch.uint8)) if scale.dtype == torch.float8_e8m0fnu else scale.float()
     if weight.dtype in (torch.int8, torch.uint8):
-        codes = weight.view(torch.uint8)
-        values = decode_e2m1(torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2))
-        return values * scale32.repeat_interleave(32, dim=1)[:, : values.shape[1]]
+        # a table of both values of each byte: one look-up a byte, which for experts is most of the time
+        byte = torch.arange(256, dtype=torch.uint8, device=weight.device)
+        pairs = decode_e2m1(torch.stack((byte & 15, byte >> 4), dim=-1))
+        values = torch.nn.functional.embedding(weight.view(torch.uint8).int(), pairs).flatten(-2)
+        return values.mul_(scale32.repeat_interleave(32, dim=1)[:, : values.shape[1]])
     rows, cols = weight.shape
     spread = scale32.repeat_interleave(block[0], dim=0)[:rows].repeat_interleave(block[1], dim=1)[:, :cols]
     return weight.float() * spread

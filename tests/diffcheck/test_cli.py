@@ -360,3 +360,18 @@ def test_bad_text_options(cli, mini, arguments, message):
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_convert_says_what_it_found_and_what_is_missing(cli, mini, tmp_path):
+    source = Trace.load(mini / "trace.safetensors", layer=4)
+    dump, out = tmp_path / "dump.pt", tmp_path / "trace.safetensors"
+    torch.save({"layers.4.x": source["x"][:300], "layers.4.qr": source["qr"][:300], "layers.2.x": source["x"]}, dump)
+    code, printed, _ = cli("convert", dump, "--checkpoint", mini, "--out", out)
+    assert code == 0
+    assert "layer 4, from token 0 on: x [300, 256], qr [300, 128]" in printed
+    assert "missing: layer 2: qr" in printed
+    assert cli("run", "--checkpoint", mini, "--trace", out, "--layers", "4", "--precision", "fp8")[0] == 0
+    assert cli("convert", dump, "--checkpoint", mini, "--out", out, "--request", "1")[0] == 2
+    code, _, err = cli("convert", tmp_path / "none", "--checkpoint", mini, "--out", out)
+    assert code == 2
+    assert err.count("\n") == 1
