@@ -89,6 +89,7 @@ def run(
     recipe: Annotated[list[Path] | None, typer.Option(help="TOML file with one more recipe; repeatable.")] = None,
     backend: Annotated[str, typer.Option(help="auto, a name of `diffcheck backends`, or path.py:object.")] = "auto",
     trace: Annotated[Path | None, typer.Option(help="Trace file; default: the checkpoint's trace.safetensors.")] = None,
+    request: Annotated[int | None, typer.Option(help="Which request of a trace that holds several.")] = None,
     text: Annotated[
         Path | None, typer.Option(help="Text file: its hidden states by a forward pass of the checkpoint.")
     ] = None,
@@ -122,6 +123,7 @@ def run(
     options = Options(
         checkpoint=checkpoint, layers=_layer_numbers(layers), precisions=_split(precision), thetas=_split(theta),
         recipe_files=recipe or [], backend=backend, length=length, queries=queries, trace=trace,
+        request=request,
         needle_depth=needle_depth, needle_strength=needle_strength, device=device, seed=seed,
     )  # fmt: skip
     gates = [Gate.parse(condition) for condition in gate or []]

@@ -45,6 +45,7 @@ class Options:
     length: int | None = None
     queries: int | None = None
     trace: Path | None = None
+    request: int | None = None
     needle_depth: float | None = None
     needle_strength: float | None = None
     device: str = "auto"
@@ -99,12 +100,16 @@ def plan(options: Options) -> Plan:
     if trace is None and options.length is None and (checkpoint.directory / "trace.safetensors").is_file():
         trace = checkpoint.directory / "trace.safetensors"
     inputs = None
+    if trace is None and options.request is not None:
+        raise InputError("--request chooses one of a trace's requests, expected --trace")
     if trace is not None:
         if options.needle_depth is not None or options.needle_strength is not None:
             raise InputError(
                 "--needle-depth and --needle-strength plant into made-up inputs; leave out the trace or give --length"
             )
-        inputs = load_inputs(trace, checkpoint.config, list(layers), strict=options.layers is not None)
+        inputs = load_inputs(
+            trace, checkpoint.config, list(layers), strict=options.layers is not None, request=options.request
+        )
         missing = [layer for layer in layers if layer not in inputs]
         if missing:
             notes.append(f"layers that the trace does not hold, left out: {', '.join(map(str, missing))}")

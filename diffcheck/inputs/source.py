@@ -81,21 +81,23 @@ def load_inputs(
     *,
     strict: bool = True,
     needle_tokens: int = DEFAULT_NEEDLE_TOKENS,
+    request: int | None = None,
 ) -> dict[int, LayerInputs]:
     """The inputs of `layers` (all layers of the file by default) from a trace, by layer number.
 
     strict: every one of `layers` must be there; otherwise those of them that the file holds are enough, at
     least one. needle_tokens: length of a record when the file has no `needle_lengths`. x and qr may be fp32;
-    they are rounded to bf16 once, which is noted.
+    they are rounded to bf16 once, which is noted. request: which one, 0 is the first, of a file that holds several;
+    its positions count from its own start.
 
     Raises InputError when the file is absent, broken or of another schema; when it lacks a layer, or x or qr
     of it; when a layer has no indexer in `config`; when widths, row numbers or dtypes do not fit; when x or
     qr holds NaN or inf; when needle tensors are incomplete, of different length or out of range; when it
-    holds several requests.
+    holds several requests and none was chosen.
     """
     path = Path(path)
     with open_trace(path) as opened:
-        return _load(path, opened, config, layers, strict, needle_tokens)
+        return _load(path, opened, config, layers, strict, needle_tokens, request)
 
 
 def _load(
@@ -105,6 +107,7 @@ def _load(
     layers: Sequence[int] | None,
     strict: bool,
     needle_tokens: int,
+    request: int | None,
 ) -> dict[int, LayerInputs]:
     file, start, names, present = opened.file, opened.start, set(opened.file.keys()), set(opened.layers)
     wanted = sorted(present if layers is None else set(layers))
@@ -121,12 +124,24 @@ def _load(
     rows = {layer: _check_header(path, file, names, present, config, layer) for layer in wanted}
     if len(set(rows.values())) > 1:
         raise InputError(f"{path}: layers have {rows} tokens, expected the same number in each")
-    needles = _needles(path, file, names, start, rows[wanted[0]], needle_tokens)
+    tokens = rows[wanted[0]]
+    mine = _request(path, file, names, start, tokens, request)
+    needles = _needles(path, file, names, start, tokens, needle_tokens)
+    if len(mine) < tokens:
+        needles = tuple(
+            Needle(
+                query=n.query - mine.start, first_token=n.first_token - mine.start, last_token=n.last_token - mine.start
+            )
+            for n in needles
+            if mine.start <= n.first_token and n.query < mine.stop
+        )
     loaded = {}
     for layer in wanted:
         notes: list[str] = []
-        x, qr = (_read(path, file, f"layers.{layer}.{name}", notes) for name in ("x", "qr"))
-        mass, mass_queries = _mass(path, file, names, layer, start, rows[layer])
+        x, qr = (_read(path, file, f"layers.{layer}.{name}", notes)[mine.start : mine.stop] for name in ("x", "qr"))
+        mass = mass_queries = None
+        if len(mine) == tokens:
+            mass, mass_queries = _mass(path, file, names, layer, start, tokens)
         loaded[layer] = LayerInputs(
             x=x,
             qr=qr,
@@ -160,14 +175,28 @@ def _check_header(path: Path, file: Any, names: set[str], present: set[int], con
         rows.append(int(shape[0]))
     if rows[0] != rows[1]:
         raise InputError(f"{path}: layer {layer} has {rows[0]} rows of x and {rows[1]} of qr, expected the same number")
-    if "requests" in names:
-        bounds = file.get_tensor("requests").flatten().tolist()
-        if bounds != [0, rows[0]]:
-            raise InputError(
-                f"{path}: holds {len(bounds) - 1} requests over {rows[0]} tokens, expected one request "
-                "(write one file each: scores do not cross requests)"
-            )
     return rows[0]
+
+
+def _request(path: Path, file: Any, names: set[str], start: int, tokens: int, request: int | None) -> range:
+    """Rows of the request asked for; all of them where the file has one."""
+    bounds = _integers(path, file, "requests") if "requests" in names else [0, tokens]
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(set(bounds)):
+        raise InputError(f"{path}: requests is {bounds[:8]}, expected rising token counts from 0 to {tokens}")
+    count = len(bounds) - 1
+    if request is None and count > 1:
+        raise InputError(
+            f"{path}: holds {count} requests over {tokens} tokens, expected one request "
+            f"(choose one with --request 0 to {count - 1}: scores do not cross requests)"
+        )
+    if request is not None and not 0 <= request < count:
+        raise InputError(f"{path}: has no request {request}, expected 0 to {count - 1}")
+    if count > 1 and start:
+        raise InputError(f"{path}: holds several requests and starts at token {start}, expected 0")
+    first = request or 0
+    if bounds[first + 1] - bounds[first] < WINDOW:
+        raise InputError(f"{path}: request {first} has {bounds[first + 1] - bounds[first]} tokens, expected {WINDOW}")
+    return range(bounds[first], bounds[first + 1])
 
 
 def _read(path: Path, file: Any, key: str, notes: list[str]) -> Tensor:

@@ -245,3 +245,33 @@ def test_choose_queries_errors():
     for query in (-1, 20):
         with pytest.raises(InputError, match=f"query {query} is outside"):
             choose_queries(20, 1, 3, [query])
+
+
+def test_one_of_several_requests(trace, config):
+    """Its rows, its needles, and positions that count from its own start; a needle across requests is nobody's."""
+    needles = {"needle_queries": ints(9, 30, 39), "needle_positions": ints(2, 4, 20), "needle_lengths": ints(3, 3, 3)}
+    path = trace(requests=ints(0, 10, 40), **needles)
+    whole = load_inputs(trace(), config)[3]
+    path = trace(requests=ints(0, 10, 40), **needles)
+    first, second = (load_inputs(path, config, request=n)[3] for n in (0, 1))
+    assert torch.equal(first.x, whole.x[:10])
+    assert torch.equal(second.qr, whole.qr[10:])
+    assert first.needles == (Needle(query=9, first_token=2, last_token=4),)
+    assert second.needles == (Needle(query=29, first_token=10, last_token=12),)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "request_number", "message"),
+    [
+        ((0, 10, 40), None, "choose one with --request 0 to 1"),
+        ((0, 10, 40), 2, "has no request 2, expected 0 to 1"),
+        ((0, 10, 39), 0, "expected rising token counts from 0 to 40"),
+        ((0, 10, 10, 40), 0, "expected rising token counts"),
+        ((0, 30, 10, 40), 0, "expected rising token counts"),
+        ((40,), 0, "expected rising token counts"),
+        ((0, 38, 40), 1, "request 1 has 2 tokens, expected 4"),
+    ],
+)
+def test_requests_that_do_not_fit(trace, config, bounds, request_number, message):
+    with pytest.raises(InputError, match=message):
+        load_inputs(trace(requests=ints(*bounds)), config, request=request_number)
