@@ -99,7 +99,7 @@ class _Requests:
         """`runs`: (row, position, length) of consecutive tokens; each goes to the request that it continues."""
         for row, position, length in runs:
             ends = [s + n for s, n in zip(self.start, self.length, strict=True)]
-            known = [i for i, end in enumerate(ends) if position and end == position]
+            known = [i for i, end in enumerate(ends) if end == position]
             if known:
                 request = known[-1]
             else:

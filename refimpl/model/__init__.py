@@ -5,7 +5,7 @@ by layer; `REFERENCE` has the published roundings, `EXACT` is the same function 
 """
 
 from .attention import AttentionRecord
-from .config import ModelConfig, indexer_layer
+from .config import ModelConfig
 from .stack import LayerResult, Load, embed, logits, run_layer, run_model, stream_layers
 from .weights import EXACT, REFERENCE, LayerWeights, Numerics
 
@@ -19,7 +19,6 @@ __all__ = [
     "ModelConfig",
     "Numerics",
     "embed",
-    "indexer_layer",
     "logits",
     "run_layer",
     "run_model",

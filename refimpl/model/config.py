@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config import INDEXER_RATIO, IndexerConfig, Yarn
+from ..config import IndexerConfig, Yarn
 from ..config_json import ConfigReader, read_json
 from ..errors import InputError
 
@@ -130,8 +130,3 @@ def _hash_layers(raw: Mapping[str, Any], reader: ConfigReader, where: str) -> in
     if kinds != ["hash_moe"] * count + ["moe"] * (len(kinds) - count):
         raise InputError(f"{where}: mlp_layer_types is {kinds!r:.120}, expected hash_moe layers and then moe layers")
     return count
-
-
-def indexer_layer(config: ModelConfig, layer: int) -> bool:
-    """True for a layer that has an indexer."""
-    return config.ratio(layer) == INDEXER_RATIO

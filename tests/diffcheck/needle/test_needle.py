@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from diffcheck.cases import build_cases
 from diffcheck.checkpoint.model import open_model
@@ -13,6 +14,8 @@ from diffcheck.needle.build import parse_depth, parse_length
 from diffcheck.needle.grid import Cell
 from diffcheck.needle.haystack import filler
 from diffcheck.needle.report import words
+from diffcheck.refimpl import run_indexer
+from diffcheck.refimpl.model import run_model
 
 ONE = NeedleText(needle=(91, 92, 93), question=(81, 82), answer=(71,))
 
@@ -177,6 +180,25 @@ def test_a_fault_loses_it(retrieved):
     assert all(row["needles"][0]["rank"][-1] > 0 for row in broken)
     rows = [row for cell in retrieved for row in summarise(cell) if row["precision"] == "q-only"]
     assert min(row["kept"] for row in rows) < 0.7
+
+
+def test_each_needle_is_asked_by_its_own_question(mini):
+    """Ranks of two turns once more from the indexer's own scores: counted by hand, rows and entries by the text."""
+    model = open_model(mini)
+    needles = (NeedleText(needle=(91, 92, 93, 94, 95), question=(81, 82, 83)), NeedleText(needle=(96,), question=(84,)))
+    test = case(needles=needles, filler=tuple(range(100, 230)), lengths=(330,), depths=(0.3,))
+    (cell,) = run_grid(model, (2,), test, ())
+    ids, placed = build_text(test, 330, 0.3)
+    *_, last = run_model(model.config, model.load, torch.tensor(ids), layers=range(3))
+    rows = [list(range(p.question[0], p.question[1] + 1)) for p in placed]
+    trace = run_indexer(model.config.indexer, model.checkpoint.load(2), last.record.x, last.record.qr)
+    for got, place, own in zip(cell.records[0]["needles"], placed, rows, strict=True):
+        entries = range(place.needle[0] // 4, place.needle[1] // 4 + 1)
+        for rank, selected, t in zip(got["rank"], got["selected"], own, strict=True):
+            scores = trace["scores"][t, : (t + 1) // 4].float()
+            assert rank == min(int((scores > scores[j]).sum()) for j in entries)
+            assert selected == bool(set(entries) & set(trace["topk"][t].tolist()))
+    assert [len(n["rank"]) for n in cell.records[0]["needles"]] == [3, 1]
 
 
 def test_an_interrupted_grid_goes_on(mini, tmp_path):
