@@ -1,6 +1,10 @@
 """Whole random checkpoints: complete, readable by what others wrote, of sane magnitude, resumable."""
 
+import importlib.util
 import json
+import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,9 +80,12 @@ def test_same_seed_same_bytes_and_interrupted_writing_goes_on(whole, tmp_path):
     third = sorted(again.glob("model*.safetensors"))[2]
     original = third.read_bytes()
     third.unlink()
+    first = sorted(again.glob("model*.safetensors"))[0]
+    os.utime(first, (1, 1))
     (again / "model.safetensors.index.json").unlink()
     write_model(again, like="mini", layers=5, seed=3)
     assert third.read_bytes() == original == (whole / third.name).read_bytes()
+    assert first.stat().st_mtime == 1, "a whole shard is not written again"
     other = write_model(tmp_path / "other", like="mini", layers=5, seed=4)
     assert (other / third.name).read_bytes() != original
     with pytest.raises(InputError, match="holds something else"):
@@ -120,3 +127,24 @@ def test_config_is_that_of_the_first_layers(whole):
     assert config["num_hidden_layers"] == 5
     codes = load_file(whole / "model-00003-of-00006.safetensors")["layers.2.attn.wq_a.weight"].view(torch.uint8)
     assert len(np.unique(codes.numpy())) > 64, "all kinds of codes"
+
+
+def test_measurement_script_stops_in_time_and_goes_on(tmp_path, monkeypatch, capsys):
+    """No time at all: it ends with 75 and keeps what it wrote; called again it finishes, and prints a line a length."""
+    path = Path(__file__).parents[2] / "fixtures" / "measure_model.py"
+    spec = importlib.util.spec_from_file_location("measure_model", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    command = ["measure_model.py", "--directory", str(tmp_path), "--like", "mini", "--lengths", "40,301"]
+    command += ["--device", "cpu", "--json", str(tmp_path / "out.json")]
+    monkeypatch.setattr(sys, "argv", [*command, "--seconds", "0"])
+    assert script.main() == 75
+    monkeypatch.setattr(sys, "argv", command)
+    assert script.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "time is up" in "".join(lines)
+    assert lines[-2].startswith("40 tokens: 5 layers in ")
+    assert lines[-1].startswith("301 tokens: 5 layers in ")
+    runs = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert [t["ratio"] for t in runs[1]["times"]] == [0, 0, 4, 128, 4]
+    assert not list(tmp_path.glob("run-*/streams-*")), "finished streams free the disk"
