@@ -206,8 +206,12 @@ def needle(
     question: Annotated[list[str] | None, typer.Option(help="Question that must find it; one each, or one.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with needles, questions, lengths, depths.")] = None,
     haystack: Annotated[Path | None, typer.Option(help="Filler text, or .json ids; default: generated.")] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens, comma separated: 2048, 4.5k.")] = "2k,4.5k,10k,22k",
-    depths: Annotated[str, typer.Option(help="Depths of the needle, 0 to 1.")] = "0.1,0.5,0.9",
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens, comma separated; default 2k,4.5k,10k,22k or the file's.")
+    ] = None,
+    depths: Annotated[
+        str | None, typer.Option(help="Depths of the needle, 0 to 1; default 0.1,0.5,0.9 or the file's.")
+    ] = None,
     layers: Annotated[str, typer.Option(help="all indexer layers, or numbers such as 2,4.")] = "all",
     precision: Annotated[str, typer.Option(help="Precisions and presets, comma separated.")] = "bf16,fp8,fp4",
     theta: Annotated[str, typer.Option(help="RoPE thetas: checkpoint, NUMBER, NUMBER:noyarn.")] = "checkpoint",
@@ -222,7 +226,8 @@ def needle(
 
     options = NeedleOptions(
         checkpoint=checkpoint, needles=needle or [], questions=question or [], config=config, haystack=haystack,
-        lengths=_split(lengths), depths=_split(depths), layers=_layer_numbers(layers), precisions=_split(precision),
+        lengths=None if lengths is None else _split(lengths),
+        depths=None if depths is None else _split(depths), layers=_layer_numbers(layers), precisions=_split(precision),
         thetas=_split(theta), recipe_files=recipe or [], run_dir=run_dir, device=device,
     )  # fmt: skip
     if json_file is not None:

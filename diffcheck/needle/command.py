@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..capturing.tokens import Tokeniser
@@ -12,7 +12,16 @@ from ..checkpoint.layer import Checkpoint
 from ..checkpoint.model import ModelCheckpoint
 from ..errors import EnvironmentMissing, InputError
 from ..run import device_of
-from .build import NeedleTest, build_text, make_test, read_test
+from .build import (
+    DEFAULT_DEPTHS,
+    DEFAULT_LENGTHS,
+    NeedleTest,
+    build_text,
+    make_test,
+    parse_depth,
+    parse_length,
+    read_test,
+)
 from .grid import Cell, run_grid
 
 
@@ -25,8 +34,8 @@ class NeedleOptions:
     questions: list[str]
     config: Path | None
     haystack: Path | None
-    lengths: list[str]
-    depths: list[str]
+    lengths: list[str] | None
+    depths: list[str] | None
     layers: list[int] | None
     precisions: list[str]
     thetas: list[str]
@@ -72,13 +81,16 @@ def _read(options: NeedleOptions, directory: Path) -> NeedleTest:
     if options.config is not None:
         if options.needles or options.questions or options.haystack is not None:
             raise InputError("--config excludes --needle, --question and --haystack: the file has them")
-        return read_test(options.config, encode, prefix)
+        test = read_test(options.config, encode, prefix)
+        if options.lengths is not None:
+            test = replace(test, lengths=tuple(map(parse_length, options.lengths)))
+        return test if options.depths is None else replace(test, depths=tuple(map(parse_depth, options.depths)))
     return make_test(
         needles=options.needles,
         questions=options.questions,
         haystack=options.haystack,
-        lengths=options.lengths,
-        depths=options.depths,
+        lengths=DEFAULT_LENGTHS if options.lengths is None else options.lengths,
+        depths=tuple(map(str, DEFAULT_DEPTHS)) if options.depths is None else options.depths,
         encode=encode,
         prefix=prefix,
     )

@@ -48,11 +48,12 @@ def sweep(
     *,
     trials: int = 32,
     strengths: Sequence[float] = DEFAULT_STRENGTHS,
+    device: str = "cpu",
 ) -> Sweep:
     """Plant `trials` needles at each strength into x bf16 [T, hidden] and see which recipes select them.
 
     The needles' entries and queries are the same at every strength; one that cannot be had at some strength is left out
-    there. Raises InputError where the text is too short for a selection.
+    there. Planting runs on the CPU, the recipes on `device`. Raises InputError where the text is too short for a selection.
     """
     length, k, reference = x.shape[0], config.index_topk, Recipe.reference(config)
     recipes = {("reference", "checkpoint"): reference}
@@ -70,8 +71,8 @@ def sweep(
                 entries.append(-1)
         planted.append([entry >= 0 for entry in entries])
         order = torch.tensor([plan.query for plan in plans]).argsort()
-        queries = torch.tensor([plan.query for plan in plans])[order].to(x.device)
-        pipeline = Pipeline(config, weights, planter.x, qr, queries=queries)
+        queries = torch.tensor([plan.query for plan in plans])[order].to(device)
+        pipeline = Pipeline(config, weights.to(device), planter.x.to(device), qr.to(device), queries=queries)
         row_of = order.argsort()
         for name, recipe in recipes.items():
             kept = pipeline.stage(recipe, "topk").cpu()[row_of]

@@ -64,8 +64,9 @@ def measure(options: MarginalOptions, say: Callable[[str], None]) -> tuple[str, 
         source = f"trace {trace} ({first.source or 'no source given'}), {first.length} tokens"
     for layer, (x, qr) in states.items():
         say(f"layer {layer}: {len(strengths)} strengths, {options.trials} needles each")
-        weights = opened.load(layer).to(device)
-        found = sweep(config, weights, x.to(device), qr.to(device), cases, trials=options.trials, strengths=strengths)
+        found = sweep(
+            config, opened.load(layer), x, qr, cases, trials=options.trials, strengths=strengths, device=device
+        )
         records += [{"layer": layer, **record} for record in evaluate_sweep(found, seed=options.seed)]
     return source, records
 

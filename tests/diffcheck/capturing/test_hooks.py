@@ -1,5 +1,7 @@
 """`with diffcheck.capture(model)` on transformers' own model: prefill, chunks, decode, a batch."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -48,8 +50,10 @@ def run(model, ids, chunks=None):
             model(ids)
             return
         cache, first = transformers.DynamicCache(config=model.config), 0
+        # newer transformers has another name for it
+        name = "cache" if "cache" in inspect.signature(model.model.forward).parameters else "past_key_values"
         for length in chunks:
-            model(ids[:, first : first + length], past_key_values=cache, use_cache=True)
+            model(ids[:, first : first + length], **{name: cache}, use_cache=True)
             first += length
 
 

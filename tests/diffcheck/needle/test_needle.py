@@ -243,3 +243,24 @@ def test_command_on_a_random_model(tmp_path, capsys):
     assert len(record["needles"]) == 2
     assert len(record["needles"][0]["rank"]) == last - first + 1 == len(" Which code?")
     assert cells[1]["needles"][1]["question"][1] == 499, "the last question ends the text"
+
+
+def test_options_win_over_the_file(mini, tmp_path, capsys):
+    """A file of token ids needs no tokeniser; lengths given on the command line replace the file's."""
+    from diffcheck.cli import app
+
+    (tmp_path / "hay.json").write_text(json.dumps(list(range(100, 200))))
+    (tmp_path / "test.toml").write_text(
+        'lengths = ["22k"]\ndepths = [0.4, 0.6]\nhaystack = "hay.json"\n'
+        "[[needle]]\ntext_tokens = [7, 8]\nquestion_tokens = [9]\n"
+    )
+    arguments = ["needle", "--checkpoint", mini, "--config", tmp_path / "test.toml", "--lengths", "60", "--layers", "2"]
+    arguments += ["--precision", "fp8", "--json", tmp_path / "out.json"]
+    app([str(a) for a in arguments], standalone_mode=False)
+    cells = json.loads((tmp_path / "out.json").read_text())["cells"]
+    assert [(c["length"], c["depth"]) for c in cells] == [(60, 0.4), (60, 0.6)]
+    assert "vacuous" in capsys.readouterr().out
+    with pytest.raises(InputError, match="--config excludes"):
+        app([str(a) for a in [*arguments, "--needle", "x"]], standalone_mode=False)
+    with pytest.raises(InputError, match=r"tokenizer\.json: no such file"):
+        app(["needle", "--checkpoint", str(mini), "--needle", "x", "--question", "y"], standalone_mode=False)
