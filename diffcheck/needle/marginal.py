@@ -53,7 +53,8 @@ def sweep(
     """Plant `trials` needles at each strength into x bf16 [T, hidden] and see which recipes select them.
 
     The needles' entries and queries are the same at every strength; one that cannot be had at some strength is left out
-    there. Planting runs on the CPU, the recipes on `device`. Raises InputError where the text is too short for a selection.
+    there. Planting runs on the CPU, where x, qr and weights must be, the recipes on `device`. Raises InputError where
+    the text is too short for a selection.
     """
     length, k, reference = x.shape[0], config.index_topk, Recipe.reference(config)
     recipes = {("reference", "checkpoint"): reference}
