@@ -27,7 +27,8 @@ def test_like_the_cpu(mini, numerics, tolerance):
         distance = (ours.streams.cpu().float() - theirs.streams.float()).norm() / theirs.streams.float().norm()
         print(f"{numerics.name}, layer {ours.layer}: {float(distance):.1e}")
         assert distance < tolerance
-        if theirs.record.mass is not None:
+        # where roundings differ a selected entry may change, and its weight with it
+        if numerics is EXACT and theirs.record.mass is not None:
             assert (ours.record.mass - theirs.record.mass).abs().max() < 0.05
     top = LayerWeights(model.load_head(), model.config, "top").to("cuda")
     assert logits(model.config, top, ours.streams[-2:], numerics).shape == (2, 512)
