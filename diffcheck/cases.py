@@ -120,7 +120,7 @@ def field_value(recipe: Recipe, name: str, value: Any) -> Any:
     if side not in recipe.field_names():
         raise ValueError(f"unknown recipe field {name!r}, expected one of {', '.join(recipe.field_names())}")
     if side.endswith("_format"):
-        if value == "none":
+        if value == "none" and not side.endswith("fp4_format"):
             return None
         if isinstance(value, str):
             return Format(element=value)

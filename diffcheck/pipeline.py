@@ -6,11 +6,17 @@ pool and the gates are shared, with another key format everything up to `k_hadam
 
 Query-side stages are computed in blocks of rows, so that the temporaries stay within a budget; key-side stages have
 one row per four tokens and are computed whole.
+
+Stages that somebody observed can stand in for computed ones (`observe`): what reads them is then computed from the
+observation, so that each stage of a deployment is judged on what the deployment itself fed it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -58,12 +64,43 @@ class Pipeline:
         entries = (start + x.shape[0]) // 4
         self._blocks = rows.split(query_block(config, entries))
         self._cache: dict[Key, Tensor] = {}
+        self._key_cache: dict[Key, Tensor] = {}
+        self._observed: dict[str, tuple[Tensor, Key]] = {}
         self._asked: set[tuple[str, Recipe, Recipe | None]] = set()
 
     @property
     def queries(self) -> Tensor:
         """Absolute token positions of the query rows."""
         return self.call.rows + self.call.start
+
+    def observe(self, name: str, tensor: Tensor) -> None:
+        """Let whatever reads stage `name` read this tensor from now on; the stage itself is still computed if asked."""
+        # a name's second observation must not be mistaken for its first
+        self._observed[name] = (tensor, ("observed", name, object()))
+
+    def narrowed(self, rows: Tensor) -> Pipeline:
+        """The same layer with some of the query rows only (indices into `queries`); key-side stages are shared."""
+        other = copy.copy(self)
+        other.call = dataclasses.replace(self.call, rows=self.call.rows[rows])
+        entries = (self.call.start + self.call.x.shape[0]) // 4
+        other._blocks = other.call.rows.split(query_block(self.call.config, entries))
+        other._cache, other._asked = {}, set()
+        other._observed = {
+            name: (tensor[rows], ("observed", name, object())) if GRAPH[name].query_side else (tensor, key)
+            for name, (tensor, key) in self._observed.items()
+        }
+        return other
+
+    @contextmanager
+    def scratch(self) -> Iterator[None]:
+        """Forget at the end what was computed inside, the input projections aside: for a search over many recipes."""
+        before = [(cache, set(cache)) for cache in (self._cache, self._key_cache)]
+        try:
+            yield
+        finally:
+            for cache, kept in before:
+                for key in [key for key in cache if key not in kept and key[0] not in INTERNAL]:
+                    del cache[key]
 
     def stage(self, recipe: Recipe, name: str, given: Recipe | None = None) -> Tensor:
         """One stage of a recipe; with `given`, computed on that recipe's preceding stages instead of its own."""
@@ -73,12 +110,16 @@ class Pipeline:
     def _stage(self, recipe: Recipe, name: str, given: Recipe | None = None) -> tuple[Tensor, Key]:
         self._asked.add((name, recipe, given))
         stage = GRAPH[name]
-        found = {n: self._stage(recipe if n in INTERNAL else given or recipe, n) for n in stage.inputs}
+        found = {
+            n: self._observed[n] if n in self._observed else self._stage(recipe if n in INTERNAL else given or recipe, n)
+            for n in stage.inputs
+        }
         fields = (getattr(recipe, field) for field in ("compute", *stage.fields))
         key: Key = (name, *fields, *(key for _, key in found.values()))
-        if key not in self._cache:
-            self._cache[key] = self._compute(name, recipe, {n: tensor for n, (tensor, _) in found.items()})
-        return self._cache[key], key
+        cache = self._cache if stage.query_side else self._key_cache
+        if key not in cache:
+            cache[key] = self._compute(name, recipe, {n: tensor for n, (tensor, _) in found.items()})
+        return cache[key], key
 
     def _compute(self, name: str, recipe: Recipe, inputs: Mapping[str, Tensor]) -> Tensor:
         stage = GRAPH[name]
@@ -109,7 +150,7 @@ class Pipeline:
 
     def savings(self) -> tuple[int, int]:
         """(stages that the recipes seen so far have, counting each stage of each recipe once; stages computed)."""
-        return len(self._asked), len(self._cache)
+        return len(self._asked), len(self._cache) + len(self._key_cache)
 
 
 def evaluate(

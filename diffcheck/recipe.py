@@ -15,7 +15,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from .formats import BF16, Format
+from .formats import BF16, E2M1_REFERENCE, Format
 from .refimpl import IndexerConfig, InputError, Yarn
 
 Rounding = Literal["none", "bf16", "fp16"]
@@ -27,18 +27,20 @@ class Recipe:
 
     name: for people. compute: "fp32", or "fp64" for checks.
 
-    Query projection: activation_quant (e4m3 per 128 inputs when the stored weight is quantised), round_q.
+    Query projection: activation_quant (e4m3 per 128 inputs when the stored weight is quantised), weight_scale (scales
+    of a quantised wq_b: "stored"; "byte" takes an e8m0 byte as a number; "none" leaves them out), round_q.
 
     RoPE: *_theta, *_yarn (None: no interpolation), *_mscale (factor on cos and sin), rope_dims, *_pairing
     ("interleaved" pairs 2i, 2i+1; "half" pairs i, i + R/2), *_slice (rotate the "last" or the "first" rope_dims),
     k_position (an entry's angle is that of its "first" token 4i, its "last" 4i+3, or its own "index" i),
-    round_rope_table (of cos and sin), round_q_rope, round_k_rope.
+    *_position_offset (added to the position, in tokens), round_rope_table (of cos and sin), round_q_rope, round_k_rope.
 
-    Rotation and FP4 step: *_hadamard, round_*_hadamard, *_fp4 (the reference's e2m1 fake quantisation).
+    Rotation and FP4 step: *_hadamard, round_*_hadamard, *_fp4 (fake quantisation to *_fp4_format, rounded to bf16).
 
     Storage: q_format, k_format.
 
-    Pool: round_pool_gemm (of kv and gate projections), ape, round_ape, overlap (pool over the previous window too),
+    Pool: round_pool_gemm (of kv and gate projections), ape, ape_shift (added to a token's place in its window), round_ape,
+    overlap (pool over the previous window too), overlap_order (which half of the columns is the previous window's),
     round_pool_sum (softmax weights, products and sum), round_pool; eps, round_k_norm.
 
     Gate: round_gate_gemm, round_gate. Scores: round_dot, relu, round_product, round_score.
@@ -51,6 +53,7 @@ class Recipe:
     compute: Literal["fp32", "fp64"] = "fp32"
 
     activation_quant: bool = True
+    weight_scale: Literal["stored", "byte", "none"] = "stored"
     round_q: Rounding = "bf16"
 
     rope_dims: int
@@ -65,6 +68,8 @@ class Recipe:
     q_slice: Literal["last", "first"] = "last"
     k_slice: Literal["last", "first"] = "last"
     k_position: Literal["first", "last", "index"] = "first"
+    q_position_offset: int = 0
+    k_position_offset: int = 0
     round_rope_table: Rounding = "none"
     round_q_rope: Rounding = "bf16"
     round_k_rope: Rounding = "bf16"
@@ -75,13 +80,17 @@ class Recipe:
     round_k_hadamard: Rounding = "bf16"
     q_fp4: bool = True
     k_fp4: bool = True
+    q_fp4_format: Format = E2M1_REFERENCE
+    k_fp4_format: Format = E2M1_REFERENCE
     q_format: Format | None = BF16
     k_format: Format | None = BF16
 
     round_pool_gemm: Rounding = "none"
     ape: bool = True
+    ape_shift: int = 0
     round_ape: Rounding = "none"
     overlap: bool = True
+    overlap_order: Literal["previous-first", "own-first"] = "previous-first"
     round_pool_sum: Rounding = "none"
     round_pool: Rounding = "bf16"
     eps: float
@@ -180,9 +189,19 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 """Allowed values of the fields that have only a few."""
 STRUCTURE = frozenset(
-    side + name for name in ("theta", "yarn", "mscale", "pairing", "slice") for side in ("q_", "k_")
-) | {"rope_dims", "k_position", "ape", "overlap", "eps", "relu", "mask_shift", "k"}
+    side + name
+    for name in ("theta", "yarn", "mscale", "pairing", "slice", "position_offset")
+    for side in ("q_", "k_")
+) | {
+    "rope_dims", "k_position", "ape", "ape_shift", "overlap", "overlap_order", "weight_scale", "eps", "relu",
+    "mask_shift", "k",
+}  # fmt: skip
 """Fields of configuration and structure: a deployment has no choice about them."""
+EMULATED_ONLY: dict[str, Any] = {
+    "weight_scale": "stored", "q_position_offset": 0, "k_position_offset": 0, "ape_shift": 0,
+    "overlap_order": "previous-first", "q_fp4_format": E2M1_REFERENCE, "k_fp4_format": E2M1_REFERENCE,
+}  # fmt: skip
+"""Fields that exist to name faults, with the only values that a kernel has."""
 TWO_SIDED = frozenset(
     n[2:] for n in Recipe.field_names() if n.startswith("q_") and "k_" + n[2:] in Recipe.field_names()
 )

@@ -17,9 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .formats import Format, fake_quantise
+from .formats import E2M1_REFERENCE, Format, fake_quantise
 from .recipe import Recipe, Rounding
-from .refimpl import IndexerConfig, IndexerState, IndexerWeights
+from .refimpl import IndexerConfig, IndexerState, IndexerWeights, dequantise_weight
 from .refimpl.compressor import WINDOW, pool_windows, rms_norm, softmax_pool
 from .refimpl.formats import e4m3_fake_quantise, fp4_step
 from .refimpl.indexer import head_gates
@@ -82,13 +82,26 @@ def q(call: Call, recipe: Recipe, inputs: dict[str, Tensor], rows: Tensor) -> Te
     qr = call.qr[rows]
     if call.weights.quantised and recipe.activation_quant:
         qr = e4m3_fake_quantise(qr)
-    flat = rounded(row_tiled_product(qr, wide(call.wq_b, recipe)), recipe.round_q)
+    wq_b = call.wq_b if recipe.weight_scale == "stored" else _rescaled_weight(call, recipe)
+    flat = rounded(row_tiled_product(qr, wide(wq_b, recipe)), recipe.round_q)
     return flat.view(-1, call.config.index_n_heads, call.config.index_head_dim)
+
+
+def _rescaled_weight(call: Call, recipe: Recipe) -> Tensor:
+    """The query weight, fp32 [H*D, q_lora], with its block scales misread; a plain weight has none to misread."""
+    weights = call.weights
+    if weights.wq_b_scale is None:
+        return call.wq_b
+    scale = weights.wq_b_scale
+    exponents = torch.frexp(scale.float()).exponent.float() + 126  # the e8m0 byte, 127 + log2 of a power of two
+    scale = exponents if recipe.weight_scale == "byte" else torch.ones_like(exponents)
+    return dequantise_weight(weights.wq_b, scale, call.config.weight_block)
 
 
 def angle_table(recipe: Recipe, side: Literal["q", "k"], positions: Tensor) -> tuple[Tensor, Tensor]:
     """(cos, sin) of one side's RoPE under a recipe, each fp32 [n, R/2] on the CPU; positions are those of tokens."""
     theta, yarn, mscale = (getattr(recipe, f"{side}_{name}") for name in ("theta", "yarn", "mscale"))
+    positions = positions + getattr(recipe, f"{side}_position_offset")
     table = rope_table(positions, inverse_frequencies(theta, recipe.rope_dims, yarn))
     cos, sin = (through(t * mscale, recipe.round_rope_table) for t in table)
     return cos, sin
@@ -144,10 +157,10 @@ def k_hadamard(call: Call, recipe: Recipe, inputs: dict[str, Tensor], rows: Tens
     return rounded(hadamard(wide(x, recipe)), recipe.round_k_hadamard) if recipe.k_hadamard else x
 
 
-def _stored(x: Tensor, fp4: bool, fmt: Format | None) -> Tensor:
+def _stored(x: Tensor, fp4: Format | None, fmt: Format | None) -> Tensor:
     """x after the FP4 step and storage, as the reader gets it: bf16/fp16 for plain formats, else fp32."""
-    if fp4:
-        x = fp4_step(x).bfloat16()
+    if fp4 is not None:
+        x = (fp4_step(x) if fp4 == E2M1_REFERENCE else fake_quantise(x, fp4)).bfloat16()
     if fmt is None:
         return x
     return x.to(_ROUNDED[fmt.element]) if fmt.plain else fake_quantise(x, fmt)
@@ -155,12 +168,12 @@ def _stored(x: Tensor, fp4: bool, fmt: Format | None) -> Tensor:
 
 def q_quant(call: Call, recipe: Recipe, inputs: dict[str, Tensor], rows: Tensor) -> Tensor:
     """Queries as the score kernel reads them, dequantised."""
-    return _stored(inputs["q_hadamard"], recipe.q_fp4, recipe.q_format)
+    return _stored(inputs["q_hadamard"], recipe.q_fp4_format if recipe.q_fp4 else None, recipe.q_format)
 
 
 def k_quant(call: Call, recipe: Recipe, inputs: dict[str, Tensor], rows: Tensor) -> Tensor:
     """Keys as the cache gives them back, dequantised."""
-    return _stored(inputs["k_hadamard"], recipe.k_fp4, recipe.k_format)
+    return _stored(inputs["k_hadamard"], recipe.k_fp4_format if recipe.k_fp4 else None, recipe.k_format)
 
 
 def kv_gate(call: Call, recipe: Recipe, inputs: dict[str, Tensor], rows: Tensor) -> Tensor:
@@ -175,13 +188,15 @@ def gate_with_ape(call: Call, recipe: Recipe, gate: Tensor) -> Tensor:
         return gate
     position = torch.arange(call.start, call.start + gate.shape[0], device=gate.device)
     ape = through(call.weights.ape.float(), recipe.round_ape)
-    return gate + ape.to(gate.dtype)[position % WINDOW]
+    return gate + ape.to(gate.dtype)[(position + recipe.ape_shift) % WINDOW]
 
 
 def pool(call: Call, recipe: Recipe, inputs: dict[str, Tensor], rows: Tensor) -> Tensor:
     """Pooled entries [E of this call, D]."""
     kv, gate = inputs["kv_gate"].chunk(2, dim=1)
     kv, gate, _ = call.state.pool.then(kv, gate_with_ape(call, recipe, gate))
+    if recipe.overlap_order == "own-first":
+        kv, gate = (t.roll(t.shape[-1] // 2, dims=-1) for t in (kv, gate))
     if not recipe.overlap:
         half = kv.shape[-1] // 2
         gate = torch.cat((torch.full_like(gate[..., :half], -torch.inf), gate[..., half:]), dim=-1)
@@ -266,6 +281,7 @@ _Q_ROPE = (
     "q_mscale",
     "q_pairing",
     "q_slice",
+    "q_position_offset",
     "rope_dims",
     "round_rope_table",
     "round_q_rope",
@@ -277,24 +293,25 @@ _K_ROPE = (
     "k_pairing",
     "k_slice",
     "k_position",
+    "k_position_offset",
     "rope_dims",
     "round_rope_table",
     "round_k_rope",
 )
-_POOL = ("ape", "round_ape", "overlap", "round_pool_sum", "round_pool")
+_POOL = ("ape", "ape_shift", "round_ape", "overlap", "overlap_order", "round_pool_sum", "round_pool")
 _SCORES = ("round_dot", "relu", "round_product", "round_score", "mask_shift")
 
 GRAPH: dict[str, Stage] = {
-    "q": Stage(q, (), ("activation_quant", "round_q"), True),
+    "q": Stage(q, (), ("activation_quant", "weight_scale", "round_q"), True),
     "q_rope": Stage(q_rope, ("q",), _Q_ROPE, True),
     "q_hadamard": Stage(q_hadamard, ("q_rope",), ("q_hadamard", "round_q_hadamard"), True),
-    "q_quant": Stage(q_quant, ("q_hadamard",), ("q_fp4", "q_format"), True),
+    "q_quant": Stage(q_quant, ("q_hadamard",), ("q_fp4", "q_fp4_format", "q_format"), True),
     "kv_gate": Stage(kv_gate, (), ("round_pool_gemm",), False),
     "pool": Stage(pool, ("kv_gate",), _POOL, False),
     "k_norm": Stage(k_norm, ("pool",), ("eps", "round_k_norm"), False),
     "k_rope": Stage(k_rope, ("k_norm",), _K_ROPE, False),
     "k_hadamard": Stage(k_hadamard, ("k_rope",), ("k_hadamard", "round_k_hadamard"), False),
-    "k_quant": Stage(k_quant, ("k_hadamard",), ("k_fp4", "k_format"), False),
+    "k_quant": Stage(k_quant, ("k_hadamard",), ("k_fp4", "k_fp4_format", "k_format"), False),
     "gate_gemm": Stage(gate_gemm, (), ("round_gate_gemm",), True),
     "gate": Stage(gate, ("gate_gemm",), ("round_gate",), True),
     "scores": Stage(scores, ("q_quant", "k_quant", "gate"), _SCORES, True),

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..formats import Format
 from ..pipeline import Pipeline
-from ..recipe import Recipe
+from ..recipe import EMULATED_ONLY, Recipe
 from ..refimpl import IndexerConfig, Trace
 
 STEPS = ("keys", "queries", "logits", "topk")
@@ -48,7 +48,7 @@ def shown(value: Any) -> str:
 
 def fixed_refusal(recipe: Recipe, fixed: Mapping[str, Any], who: str = "the kernel") -> str | None:
     """The first field in which the recipe has another value than `who` has built in; None if it has all of them."""
-    for field, value in fixed.items():
+    for field, value in (EMULATED_ONLY | dict(fixed)).items():
         ours = getattr(recipe, field)
         if ours != value:
             return f"{field} is {shown(ours)} and {who} only has {shown(value)}"

@@ -15,17 +15,20 @@ import pytest
 import torch
 
 from diffcheck import Format, Recipe, evaluate
+from diffcheck.formats import E2M1_REFERENCE, fake_quantise
 from diffcheck.pipeline import Pipeline
 from diffcheck.refimpl import STAGES, InputError, Trace, indexer, run_indexer
 from diffcheck.refimpl.rotation import apply_rope, inverse_frequencies, rope_table
 from diffcheck.stages import GRAPH, INTERNAL
 
 E4M3 = Format(element="e4m3")
+COARSE = Format(element="e2m1", block=64, scale="ue8m0")
 
 ALTERNATIVES = {
     "name": "other",
     "compute": "fp64",
     "activation_quant": False,
+    "weight_scale": "byte",
     "round_q": "fp16",
     "rope_dims": 32,
     "q_theta": 10000.0,
@@ -39,6 +42,8 @@ ALTERNATIVES = {
     "q_slice": "first",
     "k_slice": "first",
     "k_position": "last",
+    "q_position_offset": 1,
+    "k_position_offset": -4,
     "round_rope_table": "bf16",
     "round_q_rope": "fp16",
     "round_k_rope": "fp16",
@@ -48,12 +53,16 @@ ALTERNATIVES = {
     "round_k_hadamard": "fp16",
     "q_fp4": False,
     "k_fp4": False,
+    "q_fp4_format": COARSE,
+    "k_fp4_format": COARSE,
     "q_format": E4M3,
     "k_format": E4M3,
     "round_pool_gemm": "bf16",
     "ape": False,
+    "ape_shift": 1,
     "round_ape": "bf16",
     "overlap": False,
+    "overlap_order": "own-first",
     "round_pool_sum": "bf16",
     "round_pool": "fp16",
     "eps": 0.5,
@@ -381,6 +390,104 @@ def test_key_positions(support, pipeline, reference):
     for name, position in (("first", 4 * entry), ("last", 4 * entry + 3), ("index", entry)):
         got = pipeline.stage(reference.replace(k_position=name), "k_rope")
         support.assert_same_bits(got, apply_rope(before, *rope_table(position, table)).bfloat16(), name)
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+@pytest.mark.parametrize("offset", [-8, -1, 3])
+def test_position_offsets(support, pipeline, reference, side, offset):
+    """Added in tokens to the position that the recipe gives."""
+    table = inverse_frequencies(reference.k_theta, 64, reference.k_yarn)
+    before = pipeline.stage(reference, "q" if side == "q" else "k_norm")
+    position = pipeline.queries if side == "q" else 4 * torch.arange(before.shape[0])
+    got = pipeline.stage(reference.replace(**{f"{side}_position_offset": offset}), f"{side}_rope")
+    support.assert_same_bits(got, apply_rope(before, *rope_table(position + offset, table)).bfloat16(), side)
+    assert not torch.equal(got, pipeline.stage(reference, f"{side}_rope"))
+
+
+@pytest.mark.parametrize("order", ["previous-first", "own-first"])
+@pytest.mark.parametrize("shift", [0, 1, 3])
+def test_pool_with_columns_and_places_changed(pipeline, reference, order, shift):
+    """Slot by slot in fp64; 1e-6 of the largest value."""
+    recipe = reference.replace(overlap_order=order, ape_shift=shift, round_pool="none")
+    call = pipeline.call
+    kv, gate = (call.x.double() @ w.double().T for w in (call.weights.wkv, call.weights.wgate))
+    previous, own = (slice(0, 128), slice(128, 256)) if order == "previous-first" else (slice(128, 256), slice(0, 128))
+    got = pipeline.stage(recipe, "pool")
+    for entry in range(len(got)):
+        slots = []
+        for token in range(4 * entry - 4, 4 * entry + 4):
+            if token >= 0:
+                columns = own if token >= 4 * entry else previous
+                ape = call.weights.ape.double()[(token + shift) % 4, columns]
+                slots.append((kv[token, columns], gate[token, columns] + ape))
+        values, gates = (torch.stack(parts) for parts in zip(*slots, strict=True))
+        want = (values * gates.softmax(0)).sum(0)
+        assert (got[entry] - want).abs().max() < 1e-6 * kv.abs().max()
+
+
+@pytest.mark.parametrize(("stored", "factor"), [("fp8", None), ("fp4", None), ("bf16", 1.0)])
+def test_misread_weight_scales(support, stored, factor):
+    """An e8m0 byte b taken as a number is b where 2^(b-127) was meant; a plain weight has no scale."""
+    cfg = support.config()
+    weights = support.weights(cfg, stored=stored)
+    pipeline = Pipeline(cfg, weights, *support.inputs(cfg, 9))
+    reference = Recipe.reference(cfg).replace(round_q="none")
+    right = pipeline.stage(reference, "q")
+    if factor:
+        assert pipeline.stage(reference.replace(weight_scale="byte"), "q").equal(right)
+        return
+    # every block gets the same byte, so that the ratio is one number
+    scale = torch.full_like(weights.wq_b_scale.view(torch.uint8), 120)
+    same = dataclasses.replace(weights, wq_b_scale=scale.view(torch.float8_e8m0fnu))
+    pipeline = Pipeline(cfg, same, *support.inputs(cfg, 9))
+    right = pipeline.stage(reference, "q")
+    for choice, ratio in (("byte", 120 * 2.0**7), ("none", 2.0**7)):
+        got = pipeline.stage(reference.replace(weight_scale=choice), "q")
+        assert torch.allclose(got, right * ratio, rtol=1e-5, atol=1e-5 * float(right.abs().max() * ratio))
+
+
+def test_the_fp4_step_in_another_format(pipeline, reference):
+    """The step's own format gives the reference's bits; another one its own fake quantisation, rounded to bf16."""
+    before = pipeline.stage(reference, "k_hadamard")
+    assert torch.equal(fake_quantise(before, E2M1_REFERENCE).bfloat16(), pipeline.stage(reference, "k_quant"))
+    got = pipeline.stage(reference.replace(k_fp4_format=COARSE), "k_quant")
+    assert torch.equal(got, fake_quantise(before, COARSE).bfloat16())
+
+
+def test_an_observed_stage_is_read_instead_of_the_computed_one(support, layer, reference):
+    """Downstream follows the observation, the stage itself stays what the recipe computes; a second one counts."""
+    pipeline = Pipeline(*layer)
+    before = {name: pipeline.stage(reference, name) for name in ("k_norm", "k_rope", "k_quant", "scores", "q_quant")}
+    for factor in (2.0, 4.0):
+        pipeline.observe("k_norm", before["k_norm"] * factor)
+        support.assert_same_bits(pipeline.stage(reference, "k_norm"), before["k_norm"], "k_norm")
+        support.assert_same_bits(pipeline.stage(reference, "k_rope"), before["k_rope"] * factor, "k_rope")
+        support.assert_same_bits(pipeline.stage(reference, "q_quant"), before["q_quant"], "q_quant")
+        seen = before["scores"].isfinite()
+        assert torch.equal(pipeline.stage(reference, "scores")[seen], before["scores"][seen] * factor)
+
+
+def test_a_narrowed_pipeline_has_some_rows_and_shares_the_keys(support, layer, reference):
+    pipeline = Pipeline(*layer)
+    whole, rows = pipeline.trace(reference), torch.tensor([3, 20, 37])
+    pipeline.observe("q", whole["q"] * 2)
+    narrow = pipeline.narrowed(rows)
+    assert torch.equal(narrow.queries, rows)
+    assert narrow.stage(reference, "k_quant") is pipeline.stage(reference, "k_quant")
+    for name in ("q_quant", "scores", "topk"):
+        support.assert_same_bits(narrow.stage(reference, name), pipeline.stage(reference, name)[rows], name)
+
+
+def test_scratch_forgets_what_was_computed_inside(layer, bases):
+    pipeline = Counting(*layer)
+    pipeline.trace(bases["reference"])
+    for count in (1, 2):
+        with pipeline.scratch():
+            pipeline.stage(bases["reference"].replace(theta=5.0, round_pool_gemm="bf16"), "scores")
+        assert pipeline.computed["scores"] == 1 + count
+        assert pipeline.computed["kv_gate"] == 2, "projections are kept"
+    pipeline.trace(bases["reference"])
+    assert pipeline.computed["scores"] == 3
 
 
 def test_pool_without_the_previous_window(pipeline, reference):

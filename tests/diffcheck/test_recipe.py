@@ -202,7 +202,8 @@ def test_replacing_a_bare_name_sets_both_sides():
     one = r.replace(k_hadamard=False)
     assert one.differences(r) == {"k_hadamard": False}
     assert r.differences(one) == {"k_hadamard": True}
-    assert frozenset({"theta", "yarn", "mscale", "pairing", "slice", "hadamard", "fp4", "format"}) == TWO_SIDED
+    rotation = {"theta", "yarn", "mscale", "pairing", "slice", "position_offset", "hadamard"}
+    assert rotation | {"fp4", "fp4_format", "format"} == TWO_SIDED
     with pytest.raises(InputError, match=r"unknown field 'thetas', expected one of .*'theta'"):
         r.replace(thetas=1)
 
