@@ -19,7 +19,7 @@ A NaN or inf in a block makes the scale NaN and so the whole block, for every sc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -105,6 +105,31 @@ class Format:
         # cache pages give the only scale of a vector four bytes, also a power of two; several are packed as bytes
         scale_bytes = 4 if scales == 1 else _SCALE_BYTES[self.scale]
         return dim * ELEMENTS[self.element].bits / 8 + scales * scale_bytes
+
+    @staticmethod
+    def parse(text: str) -> Format:
+        """The format that `str` shows as `text`; ValueError for anything else.
+
+        A floor is shown with three digits; one that shows like the reference's is the reference's.
+        """
+        names, _, options = text.partition(":")
+        parts = names.split("/")
+        if len(parts) == 1 and not options:
+            return Format(element=names)
+        if len(parts) != 3 or not parts[1].isdecimal():
+            raise ValueError(f"format is {text!r}, expected ELEMENT/BLOCK/SCALE such as e4m3/128/fp32")
+        found: dict[str, Any] = {"element": parts[0], "block": int(parts[1]), "scale": parts[2]}
+        for option in options.split(",") if options else []:
+            key, equals, value = option.partition("=")
+            if key == "floor" and equals:
+                found["amax_floor"] = E2M1_AMAX_FLOOR if value == f"{E2M1_AMAX_FLOOR:.3g}" else float(value)
+            elif key == "ties" and equals:
+                found["ties"] = value
+            elif option == "reciprocal":
+                found["reciprocal"] = True
+            else:
+                found["rule"] = option
+        return Format(**found)
 
     def __str__(self) -> str:
         if self.plain:

@@ -78,6 +78,15 @@ class Pipeline:
         # a name's second observation must not be mistaken for its first
         self._observed[name] = (tensor, ("observed", name, object()))
 
+    @property
+    def observed_names(self) -> frozenset[str]:
+        """Stages that were observed so far."""
+        return frozenset(self._observed)
+
+    def seen(self, name: str) -> Tensor:
+        """What was observed of a stage; KeyError where nothing was."""
+        return self._observed[name][0]
+
     def narrowed(self, rows: Tensor) -> Pipeline:
         """The same layer with some of the query rows only (indices into `queries`); key-side stages are shared."""
         other = copy.copy(self)

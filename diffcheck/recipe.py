@@ -179,6 +179,31 @@ class Recipe:
         one_sided = self.q_hadamard != self.k_hadamard and other.q_hadamard == other.k_hadamard
         return one_sided or not STRUCTURE.isdisjoint(self.differences(other))
 
+    @classmethod
+    def from_json(cls, fields: object, config: IndexerConfig) -> Recipe:
+        """The recipe that `to_json` wrote; fields that it lacks are the reference's. InputError for anything else."""
+        reference = cls.reference(config)
+        if not isinstance(fields, dict):
+            raise InputError(f"recipe is {fields!r:.80}, expected an object of recipe fields")
+        changes: dict[str, Any] = {}
+        for name, value in fields.items():
+            if name not in cls.field_names():
+                raise InputError(f"recipe: unknown field {name!r}, expected one of {', '.join(cls.field_names())}")
+            try:
+                if name.endswith("_format") and value is not None:
+                    value = Format.parse(value) if isinstance(value, str) else Format(**value)
+                elif name.endswith("_yarn") and value is not None:
+                    value = Yarn(**value)
+                else:
+                    kind = type(getattr(reference, name))
+                    value = kind(value) if kind is float and type(value) in (int, float) else value
+                    if value is not None and kind is not type(None) and type(value) is not kind:
+                        raise ValueError(f"expected a value like {getattr(reference, name)!r}")
+            except (TypeError, ValueError, AttributeError) as error:
+                raise InputError(f"recipe: {name} is {value!r:.80}: {error}") from None
+            changes[name] = value
+        return dataclasses.replace(reference, **changes)
+
     def to_json(self) -> dict[str, Any]:
         """All fields as plain JSON values."""
         return {name: plain(getattr(self, name)) for name in self.field_names()}

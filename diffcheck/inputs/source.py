@@ -82,22 +82,23 @@ def load_inputs(
     strict: bool = True,
     needle_tokens: int = DEFAULT_NEEDLE_TOKENS,
     request: int | None = None,
+    several: bool = False,
 ) -> dict[int, LayerInputs]:
     """The inputs of `layers` (all layers of the file by default) from a trace, by layer number.
 
     strict: every one of `layers` must be there; otherwise those of them that the file holds are enough, at
     least one. needle_tokens: length of a record when the file has no `needle_lengths`. x and qr may be fp32;
     they are rounded to bf16 once, which is noted. request: which one, 0 is the first, of a file that holds several;
-    its positions count from its own start.
+    its positions count from its own start. several: take a file of several requests as it is, one after another.
 
     Raises InputError when the file is absent, broken or of another schema; when it lacks a layer, or x or qr
     of it; when a layer has no indexer in `config`; when widths, row numbers or dtypes do not fit; when x or
     qr holds NaN or inf; when needle tensors are incomplete, of different length or out of range; when it
-    holds several requests and none was chosen.
+    holds several requests and neither `request` nor `several` is given.
     """
     path = Path(path)
     with open_trace(path) as opened:
-        return _load(path, opened, config, layers, strict, needle_tokens, request)
+        return _load(path, opened, config, layers, strict, needle_tokens, request, several)
 
 
 def _load(
@@ -108,6 +109,7 @@ def _load(
     strict: bool,
     needle_tokens: int,
     request: int | None,
+    several: bool,
 ) -> dict[int, LayerInputs]:
     file, start, names, present = opened.file, opened.start, set(opened.file.keys()), set(opened.layers)
     wanted = sorted(present if layers is None else set(layers))
@@ -125,7 +127,7 @@ def _load(
     if len(set(rows.values())) > 1:
         raise InputError(f"{path}: layers have {rows} tokens, expected the same number in each")
     tokens = rows[wanted[0]]
-    mine = _request(path, file, names, start, tokens, request)
+    mine = range(tokens) if several else _request(path, file, names, start, tokens, request)
     needles = _needles(path, file, names, start, tokens, needle_tokens)
     if len(mine) < tokens:
         needles = tuple(
@@ -162,7 +164,9 @@ def _check_indexer(path: Path, config: IndexerConfig, layers: Iterable[int]) -> 
         raise InputError(f"{path}: layer {foreign[0]} has no indexer in this checkpoint, expected layers among {have}")
 
 
-def _check_header(path: Path, file: Any, names: set[str], present: set[int], config: IndexerConfig, layer: int) -> int:
+def _check_header(
+    path: Path, file: Any, names: set[str], present: set[int], config: IndexerConfig, layer: int
+) -> int:
     """Number of rows of a layer whose names and shapes are right."""
     rows = []
     for name, width in (("x", config.hidden_size), ("qr", config.q_lora_rank)):

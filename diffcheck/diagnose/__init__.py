@@ -1,0 +1,10 @@
+"""Naming the cause of a difference: given a trace of a deployment, the first wrong stage and what is wrong there.
+
+`evidence` reads a trace, `engine` works through one layer, `arms` and `hints` say what could be wrong and `search` what
+explains the difference, `selection` and `pages` judge indices and cache pages, `verdict` tells faults from choices,
+`report` prints. The method and its limits are described in docs/diagnose.md.
+"""
+
+from .report import Diagnosis, diagnose, render
+
+__all__ = ["Diagnosis", "diagnose", "render"]

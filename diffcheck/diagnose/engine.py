@@ -1,0 +1,438 @@
+"""One layer, stage by stage: judge, explain, correct, go on.
+
+The observed stages are taken in pipeline order. Each is predicted from the deployment's *own* preceding observations;
+between two observations may lie stages that nobody saw, and then their fields are among the arms. Where the prediction
+holds, the prediction stands in for the observation (it has the full precision of the recipe); where it does not, the
+arms are searched, what they explain becomes a `Hit`, the recipe is corrected, and what follows is computed from what
+the deployment really had there. So a second fault further down is seen for what it is.
+
+Where nothing was declared the base is the reference, or the preset under which more observations hold; whole presets
+are then arms too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..pipeline import Pipeline
+from ..presets import CHANGES, build
+from ..recipe import Recipe
+from ..refimpl import IndexerState
+from ..refimpl.compressor import WINDOW, PoolState
+from ..refimpl.trace import STAGES
+from ..stages import GRAPH, entry_positions
+from .arms import Arm, make_arms, preset_arms
+from .distance import HIDDEN_SCORE, Distance, distance, score_distance
+from .evidence import Evidence
+from .hints import config_hints, rotation_hints, score_hints, selection_hints
+from .rescaling import row_scale
+from .search import Found, Look, Ranked, search
+
+WIDE_ROWS = 256
+NARROW_FLOPS = 2e9
+NARROW_ROWS = (16, 64)
+"""Query rows on which arms are compared: as many between these as NARROW_FLOPS of score products allow."""
+SURE, NAMED = 0.9, 0.5
+"""What arms must explain of a difference that rounding could make, and of one that it could not."""
+DROPPED = 0.3
+"""An arm without which this much or less is lost is left out again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Hit:
+    """One explained (or unexplained: arm None) difference at an observed stage."""
+
+    observed: str
+    first: str
+    arm: Arm | None
+    old: Recipe
+    explained: float
+    base: Distance
+    after: Distance
+    ranking: list[Ranked] = field(default_factory=list)
+    before: float = 0.0
+    left: float = 0.0
+    observation: Tensor | None = None
+    prediction: Tensor | None = None
+    positions: Tensor | None = None
+    between: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breach:
+    """An invariant that needs no reference and does not hold in `failed` of `rows` rows."""
+
+    stage: str
+    cause: str
+    failed: int
+    rows: int
+    wrong_values: int = 0
+    where: str = ""
+    field: str | None = None
+    value: Any = None
+    explained: float = 1.0
+
+
+class Engine:
+    """Works through one layer; `run` fills `hits`, `notes`, `recipe` (the corrected one) and `base`."""
+
+    def __init__(self, evidence: Evidence, declared: Recipe | None) -> None:
+        self.evidence, self.declared = evidence, declared
+        self.reference = Recipe.reference(evidence.config)
+        self.hits: list[Hit] = []
+        self.notes: list[str] = []
+        self.reached: set[str] = set()
+        self.breaches: list[Breach] = []
+        self.unequal: dict[str, float] = {}
+        self.rows = wide_rows(evidence.queries, declared.k if declared else self.reference.k)
+        self.pipeline = self._pipeline(evidence.queries[self.rows])
+        self.observed = {n: t[self.rows] if GRAPH[n].query_side else t for n, t in evidence.stages.items()}
+        self.scale: Tensor | None = None
+        self.base = self.recipe = declared or self._choose_base()
+
+    def _pipeline(self, queries: Tensor) -> Pipeline:
+        e = self.evidence
+        state = None
+        if e.start:
+            dim, opened = e.config.index_head_dim, e.start % WINDOW
+            kv = torch.zeros(WINDOW + opened, 2 * dim)
+            # what came before is not in the trace; entries that depend on it are not compared
+            state = IndexerState(
+                position=e.start,
+                pool=PoolState(kv=kv, gate=torch.full_like(kv, -torch.inf)),
+                keys=torch.zeros(e.start // WINDOW, dim, dtype=torch.bfloat16),
+            )
+        return Pipeline(e.config, e.weights, e.x, e.qr, start=e.start, state=state, queries=queries)
+
+    def _choose_base(self) -> Recipe:
+        """The reference, or the preset under which more of the observations hold as they are."""
+        if not self.observed:
+            return self.reference
+        pipeline = self.pipeline.narrowed(torch.arange(0, len(self.rows), max(1, len(self.rows) // 24)))
+        rows = torch.arange(0, len(self.rows), max(1, len(self.rows) // 24))
+        for name, tensor in self.observed.items():
+            pipeline.observe(name, tensor[rows] if GRAPH[name].query_side else tensor)
+        best, most = self.reference, -1
+        for name in ("reference", "bf16", *CHANGES):
+            recipe, held = build(name, self.evidence.config), 0
+            for stage, tensor in self.observed.items():
+                seen = tensor[rows] if GRAPH[stage].query_side else tensor
+                with pipeline.scratch():
+                    found = self._distance(stage, seen, pipeline.stage(recipe, stage))
+                held += 2 * found.equal + found.fits
+            if held > most:
+                best, most = recipe, held
+        return best
+
+    # -- one observation -------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Work through all observations in pipeline order."""
+        for stage in STAGES[:-1]:
+            if stage == "gate":
+                self._gate()
+            elif stage in self.observed:
+                self._judge(stage, self.observed[stage])
+        if self.evidence.selected is not None:
+            self._select(self.evidence.selected)
+
+    def inside(self, stage: str) -> list[str]:
+        """The stages between an observation and the observations before it, itself included, in pipeline order."""
+        found, todo = set(), [stage]
+        while todo:
+            name = todo.pop()
+            if name not in found:
+                found.add(name)
+                todo += [n for n in GRAPH[name].inputs if n not in self.pipeline.observed_names]
+        return [name for name in GRAPH if name in found]
+
+    def _distance(self, stage: str, seen: Tensor, predicted: Tensor) -> Distance:
+        e = self.evidence
+        if stage == "scores":
+            return score_distance(seen, predicted, torch.arange(seen.shape[1]) >= self.first_column())
+        if not GRAPH[stage].query_side and e.first_known and "kv_gate" in self.inside(stage):
+            known = torch.arange(seen.shape[0]) >= e.first_known - e.start // WINDOW
+            return distance(seen, predicted, known[:, None])
+        return distance(seen, predicted)
+
+    def _look(self, stage: str, rows: Tensor | None, seen: Tensor) -> Look:
+        pipeline = self.pipeline if rows is None else self.pipeline.narrowed(rows)
+        seen = seen if rows is None or not GRAPH[stage].query_side else seen[rows]
+
+        def look(recipe: Recipe) -> Distance:
+            with pipeline.scratch():
+                return self._distance(stage, seen, pipeline.stage(recipe, stage))
+
+        return look
+
+    def _judge(self, stage: str, seen: Tensor) -> None:
+        predicted = self.pipeline.stage(self.recipe, stage)
+        base = self._distance(stage, seen, predicted)
+        inside = self.inside(stage)
+        fields = {f for name in inside for f in GRAPH[name].fields}
+        self.unequal[stage] = base.differing / max(base.elements, 1)
+        if base.equal:
+            self.pipeline.observe(stage, predicted)
+        elif self._benign_scale(stage, seen, predicted):
+            self.pipeline.observe(stage, seen)
+        else:
+            rows = self.narrow(base.energy) if GRAPH[stage].query_side else None
+            looks = (self._look(stage, None, seen), self._look(stage, rows, seen))
+            found = search(looks[1], self.recipe, self.arms_of(stage, seen, fields), looks[1](self.recipe))
+            self.accept(stage, seen, base, found, looks[0], predicted=predicted)
+        self.reached |= fields
+
+    def unexplained(
+        self, stage: str, base: Distance, found: Found, seen: Tensor | None = None, predicted: Tensor | None = None
+    ) -> None:
+        """Note a difference that no arm explains; what was tried is kept for the report."""
+        self.hits.append(
+            Hit(
+                observed=stage, first=stage, arm=None, old=self.recipe, explained=0.0, base=base, after=base,
+                ranking=found.rankings[0] if found.rankings else [], before=base.total, left=base.total,
+                observation=seen, prediction=predicted, positions=self.pipeline.queries,
+                between=tuple(self.inside(stage)),
+            )
+        )  # fmt: skip
+
+    def broken(self, stage: str, cause: str, failed: int, rows: int, wrong_values: int) -> None:
+        """Note an invariant that does not hold."""
+        self.breaches.append(Breach(stage=stage, cause=cause, failed=failed, rows=rows, wrong_values=wrong_values))
+
+    def first_column(self) -> int:
+        """First entry whose score can be predicted: all of them unless the call continues a stream."""
+        e = self.evidence
+        keys = {"pool", "k_norm", "k_rope", "k_hadamard", "k_quant"} & set(self.observed)
+        return e.start // WINDOW if keys else e.first_known
+
+    def accept(
+        self,
+        stage: str,
+        seen: Tensor,
+        base: Distance,
+        found: Found,
+        look: Look,
+        *,
+        predicted: Tensor | None = None,
+        quiet: bool = False,
+    ) -> None:
+        """Turn what the search found into hits, and let what follows see what the deployment had here."""
+        after = look(found.recipe) if found.arms else base
+        explained = share(base.total, after.total)
+        if not found.arms or explained < (SURE if base.fits else NAMED):
+            if not base.fits and not quiet:
+                self.unexplained(stage, base, found, seen, predicted)
+            self.observe(stage, seen)
+            return
+        old = self.recipe
+        self.recipe = found.recipe
+        # what the hit says of the base must not depend on the correction
+        for number, arm in enumerate(found.arms):
+            rest = old
+            for other in found.arms[:number] + found.arms[number + 1 :]:
+                rest = other.apply(rest)
+            without = look(rest) if len(found.arms) > 1 else base
+            alone = share(without.total, after.total)
+            if alone <= DROPPED:
+                self.recipe = restored(self.recipe, old, arm)
+                continue
+            self.hits.append(
+                Hit(
+                    observed=stage, first=self._first(stage, arm), arm=arm, old=old, explained=alone, base=without,
+                    after=after, ranking=found.rankings[number], before=found.before[number],
+                    left=next(r.left for r in found.rankings[number] if r.arm is arm),
+                    observation=None if stage == "topk" else seen, prediction=predicted,
+                    positions=self.pipeline.queries, between=tuple(self.inside(stage)),
+                )
+            )  # fmt: skip
+        self.observe(stage, self.pipeline.stage(self.recipe, stage) if after.equal and stage != "topk" else seen)
+
+    def observe(self, stage: str, tensor: Tensor) -> None:
+        if stage != "topk":
+            self.pipeline.observe(stage, tensor)
+
+    def _first(self, stage: str, arm: Arm) -> str:
+        """The first stage between the observations that reads what the arm changes, as traces name stages."""
+        changed = {name for name, _ in arm.changes}
+        for name in self.inside(stage):
+            if changed & set(GRAPH[name].fields):
+                return {"kv_gate": "pool", "gate_gemm": "gate"}.get(name, name)
+        return stage
+
+    def narrow(self, energy: Tensor) -> Tensor:
+        """Rows to compare arms on: half of them where the difference is largest, half spread over all."""
+        e = self.evidence
+        cost = 2.0 * e.config.index_n_heads * e.config.index_head_dim * max(e.entries, 1)
+        count = min(len(energy), int(min(max(NARROW_FLOPS / cost, NARROW_ROWS[0]), NARROW_ROWS[1])))
+        spread = torch.arange(0, len(energy), max(1, 2 * len(energy) // count))
+        worst = energy.topk(min(count - count // 2, len(energy))).indices
+        return torch.cat((spread, worst)).unique()
+
+    def arms_of(self, stage: str, seen: Tensor, fields: set[str]) -> Callable[[Recipe], list[Arm]]:
+        e, inside = self.evidence, self.inside(stage)
+        shared = config_hints(e.config)
+        for hit in self.hits:
+            # what one side was found to have, the other may have too
+            if hit.arm is not None and not hit.arm.preset and hit.arm.field[:2] in ("q_", "k_"):
+                shared.setdefault(hit.arm.field[2:], []).append(hit.arm.value)
+
+        def arms(recipe: Recipe) -> list[Arm]:
+            hints = {name: list(values) for name, values in shared.items()}
+            for side, source in (("q", "q"), ("k", "k_norm")):
+                if stage.startswith(f"{side}_") and f"{side}_rope" in inside:
+                    hints |= self._rotation(recipe, side, source, stage, seen)
+            if stage == "scores":
+                visible = (seen > HIDDEN_SCORE).sum(1)
+                hints |= score_hints(visible, self.pipeline.queries, recipe, e.entries)
+            if stage == "topk":
+                hints |= selection_hints(seen, self.pipeline.queries, recipe, e.entries)
+            found = make_arms(recipe, fields, e.config, hints)
+            if self.declared is None:
+                free = [arm for arm in preset_arms(recipe, self.reference, e.config)]
+                kept = (Arm(a.field, a.value, tuple(c for c in a.changes if c[0] not in self.reached)) for a in free)
+                found += [a for a in kept if any(name in fields for name, _ in a.changes)]
+            return found
+
+        return arms
+
+    def _rotation(self, recipe: Recipe, side: Any, source: str, stage: str, seen: Tensor) -> dict[str, list[Any]]:
+        e = self.evidence
+        before = self.observed[source] if source in self.observed else self.pipeline.stage(recipe, source)
+        if side == "q":
+            positions = self.pipeline.queries + recipe.q_position_offset
+        else:
+            entry = torch.arange(e.start // WINDOW, e.start // WINDOW + len(before))
+            positions = entry_positions(recipe, entry) + recipe.k_position_offset
+            skip = max(0, e.first_known - e.start // WINDOW)
+            before, seen, positions = before[skip:], seen[skip:], positions[skip:]
+        rotated = getattr(recipe, f"{side}_hadamard") and not stage.endswith("rope")
+        return rotation_hints(before, seen, positions, recipe, side, rotated=rotated, start=e.start)
+
+    # -- gates and scales ------------------------------------------------------------------------------------------
+
+    def _benign_scale(self, stage: str, seen: Tensor, predicted: Tensor) -> bool:
+        """Whether the stage is the predicted one times positive factors that change no selection."""
+        if stage not in ("q", "q_rope", "q_hadamard", "q_quant", "scores"):
+            return False
+        if stage == "scores":
+            scale = row_scale(seen, predicted, hidden=HIDDEN_SCORE)
+            if scale is None:
+                return False
+            self.notes.append("scores: each row times a positive factor, which changes no selection")
+            return True
+        scale = row_scale(seen, predicted)
+        if scale is None:
+            return False
+        by_token = bool((scale.amax(1) <= 1.01 * scale.amin(1)).all())
+        total = scale if self.scale is None else scale * self.scale
+        if not by_token and not self._folded(total):
+            return False
+        self.scale = total
+        self.notes.append(f"{stage}: queries times a positive scale, folded back into the gates or harmless")
+        return True
+
+    def _gates(self) -> list[Tensor]:
+        """The gates as they act on the observed queries, in every reading of what was observed."""
+        if "gate" in self.observed:
+            return [self.observed["gate"]]
+        if self.evidence.gate_folded is None:
+            return []
+        folded = self.evidence.gate_folded[self.rows]
+        readings = []
+        if self.evidence.q_scale is not None:
+            scale = self.evidence.q_scale[self.rows]
+            scale = scale if scale.shape[1] == folded.shape[1] else scale.mean(1, keepdim=True)
+            readings.append(folded / scale)
+        readings.append(folded)
+        with self.pipeline.scratch():
+            codes = self._query_scales()
+        return readings + ([folded / codes] if codes is not None else [])
+
+    def _query_scales(self) -> Tensor | None:
+        """The scale [rows, H] that the recipe's q format gives each query, where it gives one."""
+        from ..formats import quantise
+
+        fmt = self.recipe.q_format
+        if fmt is None or fmt.plain or fmt.block != self.evidence.config.index_head_dim:
+            return None
+        before = self.observed.get("q_hadamard")
+        if before is None:
+            before = self.pipeline.stage(self.recipe, "q_hadamard")
+        return quantise(before.float(), fmt)[1].squeeze(-1)
+
+    def _folded(self, scale: Tensor) -> bool:
+        """Whether some reading of the gates is the predicted gate divided by `scale`."""
+        predicted = self.pipeline.stage(self.recipe, "gate")
+        return any(distance(gate.float() * scale, predicted.float()).fits for gate in self._gates())
+
+    def _gate(self) -> None:
+        readings = self._gates()
+        if not readings:
+            if self.scale is not None:
+                predicted = self.pipeline.stage(self.recipe, "gate")
+                self.pipeline.observe("gate", predicted.float() / self.scale)
+            return
+        predicted = self.pipeline.stage(self.recipe, "gate")
+        if self.scale is not None:
+            for gate in readings:
+                if distance(gate.float() * self.scale, predicted.float()).fits:
+                    self.pipeline.observe("gate", gate)
+                    self.reached |= {"round_gate", "round_gate_gemm"}
+                    return
+        gate = min(readings, key=lambda g: distance(g, predicted).total)
+        if gate is not self.observed.get("gate") and distance(gate, predicted).fits:
+            self.pipeline.observe("gate", gate)
+            self.reached |= {"round_gate", "round_gate_gemm"}
+            return
+        scale = row_scale(gate, predicted)
+        if scale is not None and not distance(gate, predicted).fits:
+            self.notes.append("gate: each row times a positive factor, which changes no selection")
+            self.pipeline.observe("gate", gate)
+            return
+        self.observed["gate"] = gate
+        self._judge("gate", gate)
+
+    # -- the selection ---------------------------------------------------------------------------------------------
+
+    def _select(self, selected: Tensor) -> None:
+        from .selection import Selector
+
+        Selector(self, selected).run()
+
+
+def share(before: float, after: float) -> float:
+    """Share of `before` that is explained when `after` is left; 0 at least."""
+    return max(0.0, 1 - after / before) if before > 0 else 0.0
+
+
+def restored(recipe: Recipe, old: Recipe, arm: Arm) -> Recipe:
+    """The recipe with an arm's fields as they were."""
+    return recipe.replace(**{name: getattr(old, name) for name, _ in arm.changes})
+
+
+def wide_rows(queries: Tensor, k: int) -> Tensor:
+    """Indices of at most WIDE_ROWS query rows, three quarters of them such that selection matters, where there are.
+
+    Rows are drawn at random within equal strides, so that every remainder of the position by four occurs.
+    """
+    if len(queries) <= WIDE_ROWS:
+        return torch.arange(len(queries))
+    generator = torch.Generator().manual_seed(0)
+
+    def spread(rows: Tensor, count: int) -> Tensor:
+        if len(rows) <= count:
+            return rows
+        edges = torch.arange(count + 1) * len(rows) // count
+        inside = (torch.rand(count, generator=generator) * (edges[1:] - edges[:-1])).long()
+        return rows[edges[:-1] + inside]
+
+    selective = (queries + 1) // WINDOW > k
+    most, few = (torch.nonzero(mask).flatten() for mask in (selective, ~selective))
+    chosen = spread(few, WIDE_ROWS // 4)
+    return torch.cat((chosen, spread(most, WIDE_ROWS - len(chosen)))).sort().values
+

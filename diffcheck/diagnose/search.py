@@ -1,0 +1,148 @@
+"""The search for the arms that explain a difference.
+
+`look(recipe)` gives the distance that is left under a recipe. All arms are tried; then, unless one of them leaves
+nothing worth explaining, the best few are taken as new starting points and all arms are tried again on top, up to
+three changes deep: two faults between the same two observations are found together. A second change counts only if it
+takes away at least half of what the first one left.
+
+Numbers (theta, mscale, eps) are refined between their neighbours in the list: golden section on a logarithmic scale,
+then the roundest value that does as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from ..recipe import Recipe
+from .arms import Arm
+from .distance import Distance
+
+Look = Callable[[Recipe], Distance]
+ArmsOf = Callable[[Recipe], list[Arm]]
+
+DEPTH = 3
+BEAM = 4
+ENOUGH = 0.995
+"""What a change must explain for the search to stop there, unless the stage fits."""
+NEXT = 0.5
+"""Share of the rest that a further change must explain."""
+_REFINED = {"theta": 1.3, "mscale": 1.15, "eps": 10.0}
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """An arm and the energy that it leaves."""
+
+    arm: Arm
+    left: float
+
+
+@dataclass(slots=True)
+class Found:
+    """Accepted arms in the order they were found, the recipe with all of them, and what else was tried.
+
+    ranking: for each accepted arm all arms tried in its place, best first. before: energy left before each.
+    """
+
+    recipe: Recipe
+    arms: list[Arm] = field(default_factory=list)
+    rankings: list[list[Ranked]] = field(default_factory=list)
+    before: list[float] = field(default_factory=list)
+    left: float = 0.0
+
+
+def search(look: Look, recipe: Recipe, arms_of: ArmsOf, base: Distance, *, beam: int = BEAM) -> Found:
+    """The arms that leave least of `base`, the distance of the recipe itself."""
+    found = Found(recipe=recipe, left=base.total)
+    if base.total == 0:
+        return found
+    first = rank(look, recipe, arms_of(recipe), base.total)
+    if not first:
+        return found
+    best, ranking = first[0], first
+    after = look(best.arm.apply(recipe))
+    if _done(base.total, best.left, after):
+        return _extend(found, best, ranking, base.total)
+    # several starting points, each with another field, because two faults may hide each other
+    starts: list[Ranked] = []
+    for candidate in first:
+        if len(starts) < beam and candidate.arm.field not in {s.arm.field for s in starts}:
+            starts.append(candidate)
+    pairs = []
+    for start in starts:
+        changed = start.arm.apply(recipe)
+        others = [arm for arm in arms_of(changed) if not _same_fields(arm, start.arm)]
+        second = rank(look, changed, others, start.left)
+        if second:
+            pairs.append((second[0].left, start, second))
+    left, start, second = min(pairs, key=lambda pair: pair[0]) if pairs else (math.inf, best, [])
+    if left > (1 - NEXT) * best.left:
+        return _extend(found, best, ranking, base.total)
+    found = _extend(_extend(found, start, first, base.total), second[0], second, start.left)
+    while len(found.arms) < DEPTH and not _done(base.total, found.left, look(found.recipe)):
+        changed = found.recipe
+        others = [arm for arm in arms_of(changed) if not any(_same_fields(arm, a) for a in found.arms)]
+        more = rank(look, changed, others, found.left)
+        if not more or more[0].left > (1 - NEXT) * found.left:
+            break
+        found = _extend(found, more[0], more, found.left)
+    return found
+
+
+def rank(look: Look, recipe: Recipe, arms: Iterable[Arm], total: float) -> list[Ranked]:
+    """Arms that change something, by what they leave; of equals the earlier one first. Numbers are refined."""
+    ranked = [Ranked(arm, look(arm.apply(recipe)).total) for arm in arms]
+    ranked = sorted((r for r in ranked if r.left != total), key=lambda r: r.left)
+    if ranked and ranked[0].left > 0:
+        best = ranked[0]
+        bare = best.arm.field.removeprefix("q_").removeprefix("k_")
+        if bare in _REFINED and best.left < total:
+            ranked = sorted([*_refine(look, recipe, best, _REFINED[bare]), *ranked], key=lambda r: r.left)
+    return ranked
+
+
+def _refine(look: Look, recipe: Recipe, best: Ranked, factor: float) -> list[Ranked]:
+    arm, seen = best.arm, {float(best.arm.value): best.left}
+
+    def left(value: float) -> float:
+        if value not in seen:
+            seen[value] = look(_with(arm, value).apply(recipe)).total
+        return seen[value]
+
+    low, high = math.log(float(arm.value) / factor), math.log(float(arm.value) * factor)
+    for _ in range(14):
+        a, b = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        if left(math.exp(a)) < left(math.exp(b)):
+            high = b
+        else:
+            low = a
+    centre = min(seen, key=seen.__getitem__)
+    for digits in (1, 2, 3, 4, 6):
+        left(float(f"{centre:.{digits}g}"))
+    return [Ranked(_with(arm, value), energy) for value, energy in seen.items() if value != arm.value]
+
+
+def _with(arm: Arm, value: float) -> Arm:
+    return dataclasses.replace(arm, value=value, changes=tuple((name, value) for name, _ in arm.changes))
+
+
+def _same_fields(a: Arm, b: Arm) -> bool:
+    return not {n for n, _ in a.changes}.isdisjoint(n for n, _ in b.changes) and not (a.preset or b.preset)
+
+
+def _done(total: float, left: float, after: Distance) -> bool:
+    return after.equal or (after.fits and left <= (1 - ENOUGH) * total)
+
+
+def _extend(found: Found, chosen: Ranked, ranking: list[Ranked], before: float) -> Found:
+    return Found(
+        recipe=chosen.arm.apply(found.recipe),
+        arms=[*found.arms, chosen.arm],
+        rankings=[*found.rankings, ranking],
+        before=[*found.before, before],
+        left=chosen.left,
+    )

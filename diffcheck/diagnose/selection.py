@@ -1,0 +1,164 @@
+"""What was selected: invariants on all rows, then the arms by tie-tolerant overlap.
+
+The invariants need no reference: each row holds min(k, visible) different entries that exist and that it may see, and
+no dropped entry scores more than a kept one. Where scores were observed that is all there is to say. Where they were
+not, the scores are predicted and every arm of every stage that nobody saw is ranked by how many misses it explains
+(`distance.selection_distance`); this is all that an engine's own output allows.
+
+A selection that skips a few of the best and is otherwise in order, down to its last entry, was made from the right
+scores by a top-k that drops winners: no change of the scores does that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..invariants import check_selection
+from ..recipe import Recipe
+from ..stages import GRAPH, visible_under
+from .distance import Distance, selection_distance
+from .search import search
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+SAME_SELECTION = 0.005
+"""Share of missed entries up to which a selection is the predicted one (`compare.SAME_JACCARD`)."""
+FEWEST = 3
+"""Misses below which no arm is named: too few to tell arms apart."""
+
+
+class Selector:
+    """Judges one selection int64 [rows of the trace, places] for an engine that has been through the other stages."""
+
+    def __init__(self, engine: Engine, selected: Tensor) -> None:
+        self.engine, self.selected = engine, selected
+        self.clean = _distinct(selected, engine.evidence.entries)
+        self.wide = self.clean[engine.rows]
+        self.scored = "scores" in engine.pipeline.observed_names
+
+    def run(self) -> None:
+        """Search first, so that a wrong k or mask is no broken invariant; what then still fails is the kernel's."""
+        engine = self.engine
+        inside = engine.inside("topk")
+        fields = {f for name in inside for f in GRAPH[name].fields}
+        look = self._look(None)
+        base = look(engine.recipe)
+        engine.unequal["topk"] = base.differing / max(base.elements, 1)
+        if base.total > 0:
+            rows = engine.narrow(base.energy)
+            narrow = self._look(rows)
+            start = narrow(engine.recipe)
+            found = search(narrow, engine.recipe, engine.arms_of("topk", self.wide, fields), start)
+            after = look(found.recipe) if found.arms else base
+            kernel = self._broken(engine.recipe, base) or self._broken(found.recipe, after)
+            enough = base.total - after.total >= FEWEST
+            same = base.total <= SAME_SELECTION * base.elements
+            if not enough or (same and after.total > 0.1 * base.total):
+                if not same and not kernel:
+                    engine.unexplained("topk", base, found)
+            elif not (kernel and after.total > 0.1 * base.total):
+                engine.accept("topk", self.wide, base, found, look, quiet=bool(kernel))
+        engine.reached |= fields
+        self._invariants()
+
+    def _look(self, rows: Tensor | None):  # type: ignore[no-untyped-def]
+        engine = self.engine
+        pipeline = engine.pipeline if rows is None else engine.pipeline.narrowed(rows)
+        selected = self.wide if rows is None else self.wide[rows]
+        first = engine.first_column()
+
+        def look(recipe: Recipe) -> Distance:
+            with pipeline.scratch():
+                scores = pipeline.seen("scores") if self.scored else pipeline.stage(recipe, "scores")
+                visible = visible_under(pipeline.call, recipe, pipeline.call.rows)
+                hidden = torch.arange(scores.shape[1]) >= visible[:, None]
+                scores = scores.masked_fill(hidden, -torch.inf)
+                known = torch.arange(scores.shape[1]) >= first
+                return selection_distance(selected, scores, known, visible.clamp(max=recipe.k))
+
+        return look
+
+    def _broken(self, recipe: Recipe, distance: Distance) -> list[str]:
+        """Causes of the selection kernel itself, under a recipe."""
+        failed = self._failures(recipe)
+        found = [cause for cause in ("topk_slots", "topk_drop") if failed.get(cause)]
+        return found if distance.total > 0 else [cause for cause in found if cause == "topk_slots"]
+
+    def _failures(self, recipe: Recipe) -> dict[str, int]:
+        """Rows that break an invariant, by cause."""
+        engine = self.engine
+        pipeline = engine.pipeline
+        with pipeline.scratch():
+            scores = pipeline.seen("scores") if self.scored else pipeline.stage(recipe, "scores")
+        visible = visible_under(pipeline.call, recipe, pipeline.call.rows)
+        raw = self.selected[engine.rows]
+        check = check_selection(raw, scores, visible, recipe.k)
+        slots = max(check.count, check.unique, check.in_range)
+        failed = {"topk_slots": slots, "mask": check.causal}
+        first = engine.first_column()
+        if self.scored and first == 0:
+            failed["topk_drop"] = check.order
+            self.wrong_values = check.wrong_values
+        elif first == 0:
+            failed["topk_drop"], self.wrong_values = _skipped(self.wide, scores, visible)
+        return failed
+
+    def _invariants(self) -> None:
+        engine = self.engine
+        failed = self._failures(engine.recipe)
+        named = {hit.arm.field for hit in engine.hits if hit.arm is not None and hit.observed == "topk"}
+        if "mask_shift" in named or not failed.get("mask"):
+            failed.pop("mask", None)
+        explained = any(hit.observed == "topk" for hit in engine.hits)
+        if not self.scored and explained:
+            failed.pop("topk_drop", None)
+        for cause, rows in failed.items():
+            if rows and (cause != "topk_drop" or rows >= 1):
+                engine.broken("topk", cause, rows, len(engine.rows), getattr(self, "wrong_values", 0))
+
+
+def _distinct(selected: Tensor, entries: int) -> Tensor:
+    """Selections with repeats and impossible entries turned into -1, order kept."""
+    held = torch.where((selected >= 0) & (selected < entries), selected, -1)
+    ordered, place = held.sort(dim=1, stable=True)
+    repeated = torch.zeros_like(held, dtype=torch.bool)
+    repeated[:, 1:] = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    return held.masked_fill(torch.zeros_like(repeated).scatter(1, place, repeated), -1)
+
+
+def _skipped(selected: Tensor, scores: Tensor, visible: Tensor) -> tuple[int, int]:
+    """Rows that skip some of the best entries and are otherwise in order, and how many entries they skip.
+
+    A row of n entries with m misses is in order when it holds nothing outside the n + m best; it counts when one of
+    the misses ranks well inside, below three quarters of n, where no noise of the scores reaches.
+    """
+    keys = torch.where(torch.arange(scores.shape[1]) < visible[:, None], scores.float(), -torch.inf)
+    order = keys.argsort(dim=1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(keys.shape[1]).expand_as(order))
+    rows, skipped = 0, 0
+    for row in range(len(selected)):
+        own = selected[row][selected[row] >= 0]
+        n = len(own)
+        if n == 0 or n >= int(visible[row]):
+            continue
+        ranks = rank[row][own]
+        misses = n - int((ranks < n).sum())
+        inside = torch.ones(n, dtype=torch.bool)
+        inside[ranks[ranks < n]] = False
+        first_missed = int(torch.nonzero(inside)[0]) if misses else n
+        if misses and int(ranks.max()) < n + misses and first_missed < 0.75 * n:
+            rows, skipped = rows + 1, skipped + misses
+    # one row alone may be chance
+    return (rows, skipped) if rows >= 2 or (rows and len(selected) == 1) else (0, 0)
+
+
+def unrepeatable(selected: Tensor, repeats: tuple[Tensor, ...]) -> int:
+    """Rows whose set changed between runs of the same call."""
+    sets = [s.sort(dim=1).values for s in (selected, *repeats) if s.shape == selected.shape]
+    return int(torch.stack([(s != sets[0]).any(1) for s in sets]).any(0).sum()) if len(sets) > 1 else 0
+
+
