@@ -25,6 +25,8 @@ THETAS = (
     1e3, 2e3, 4e3, 5e3, 8e3, 10000.0, 16e3, 20e3, 25e3, 32e3, 40000.0, 50e3, 64e3, 80e3, 100e3, 120e3, 160000.0, 200e3,
     250e3, 320e3, 400e3, 500000.0, 640e3, 800e3, 1e6, 1.6e6, 2e6, 3e6, 5e6, 8e6, 1e7, 3e7, 1e8,
 )  # fmt: skip
+FEW_THETAS = (10000.0, 40000.0, 160000.0, 500000.0, 1e6)
+"""Thetas tried on one side alone at first; the whole list where one of them is among the best."""
 EPSILONS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 1e-20)
 MSCALES = (0.5, 0.7, 0.8, 0.9, 1.05, 1.1, 1.2, 1.4, 2.0)
 TOPKS = (64, 128, 256, 512, 1024, 2048)
@@ -86,11 +88,17 @@ def cause_of(field: str, old: Any, new: Any) -> str:
 
 
 def make_arms(
-    recipe: Recipe, fields: Iterable[str], config: IndexerConfig, hints: Mapping[str, list[Any]] | None = None
+    recipe: Recipe,
+    fields: Iterable[str],
+    config: IndexerConfig,
+    hints: Mapping[str, list[Any]] | None = None,
+    *,
+    short: bool = False,
 ) -> list[Arm]:
     """All arms of a recipe in the given fields, likelier ones first where two predict the same.
 
-    hints: values by bare or full field name that the observations suggest.
+    hints: values by bare or full field name that the observations suggest. short: where both sides are open, numbers
+    and formats on one side only from short lists; `more_arms` has the rest.
     """
     reached, hints = set(fields) - set(_NEVER), dict(hints or {})
     arms: dict[tuple[tuple[str, Any], ...], Arm] = {}
@@ -105,17 +113,37 @@ def make_arms(
             changes = tuple(zip(_SCORE_ROUNDINGS, roundings, strict=True))
             if any(getattr(recipe, name) != rounding for name, rounding in changes):
                 arms.setdefault(changes, Arm("score_dtype", value, changes))
+    open_sides = {bare for bare in TWO_SIDED if reached.issuperset((f"q_{bare}", f"k_{bare}"))}
     for bare in sorted(TWO_SIDED):
         names = (f"q_{bare}", f"k_{bare}")
         if reached.issuperset(names):
             suggested = [*hints.get(bare, ()), *(v for n in names for v in hints.get(n, ()))]
-            for value in [*suggested, *_alternatives(names[0], recipe, config), *_alternatives(names[1], recipe, config)]:
+            listed = [v for n in names for v in _alternatives(n, recipe, config)]
+            if short and bare.endswith("format"):
+                listed = listed[:12]
+            for value in [*suggested, *listed]:
                 add(bare, value, names)
     for name in Recipe.field_names():
         if name in reached:
-            for value in [*hints.get(name, ()), *hints.get(name[2:], ()), *_alternatives(name, recipe, config)]:
+            listed = _alternatives(name, recipe, config)
+            if short and name[2:] in open_sides:
+                listed = _shortened(name[2:], listed)
+            for value in [*hints.get(name, ()), *hints.get(name[2:], ()), *listed]:
                 add(name, value, (name,))
     return sorted(arms.values(), key=lambda arm: any(late in arm.field for late in _LATE))
+
+
+def more_arms(recipe: Recipe, arm: Arm, config: IndexerConfig) -> list[Arm]:
+    """All values of the field that an arm changes, on the same sides."""
+    names = tuple(name for name, _ in arm.changes)
+    values = dict.fromkeys(v for name in names for v in _alternatives(name, recipe, config))
+    return [Arm(arm.field, v, tuple((n, v) for n in names)) for v in values if v != arm.value]
+
+
+def _shortened(bare: str, values: list[Any]) -> list[Any]:
+    if bare == "theta":
+        return [v for v in values if v in FEW_THETAS]
+    return values[: {"mscale": 5, "yarn": 3, "fp4_format": 4}.get(bare, len(values))]
 
 
 def preset_arms(recipe: Recipe, reference: Recipe, config: IndexerConfig) -> list[Arm]:

@@ -24,12 +24,13 @@ from ..presets import CHANGES, build
 from ..recipe import Recipe
 from ..refimpl import IndexerState
 from ..refimpl.compressor import WINDOW, PoolState
-from ..refimpl.trace import STAGES
+from ..refimpl.trace import KEY_STAGES, STAGES
 from ..stages import GRAPH, entry_positions
-from .arms import Arm, make_arms, preset_arms
+from .arms import Arm, make_arms, more_arms, preset_arms
 from .distance import HIDDEN_SCORE, Distance, distance, score_distance
 from .evidence import Evidence
 from .hints import config_hints, rotation_hints, score_hints, selection_hints
+from .pages import PageReport, read_pages
 from .rescaling import row_scale
 from .search import Found, Look, Ranked, search
 
@@ -93,9 +94,17 @@ class Engine:
         self.pipeline = self._pipeline(evidence.queries[self.rows])
         self.observed = {n: t[self.rows] if GRAPH[n].query_side else t for n, t in evidence.stages.items()}
         self.scale: Tensor | None = None
+        self.coarse: dict[str, Tensor] = {}
+        self.other_keys: dict[str, Tensor] = {}
+        self.known = torch.arange(evidence.entries) >= evidence.first_known
+        self.page_notes: list[str] = []
+        if evidence.pages is not None:
+            self._pages()
+        elif set(KEY_STAGES) & set(self.observed):
+            self.known = torch.arange(evidence.entries) >= evidence.start // WINDOW
         self.base = self.recipe = declared or self._choose_base()
 
-    def _pipeline(self, queries: Tensor) -> Pipeline:
+    def _pipeline(self, queries: Tensor, earlier: Tensor | None = None) -> Pipeline:
         e = self.evidence
         state = None
         if e.start:
@@ -105,9 +114,62 @@ class Engine:
             state = IndexerState(
                 position=e.start,
                 pool=PoolState(kv=kv, gate=torch.full_like(kv, -torch.inf)),
-                keys=torch.zeros(e.start // WINDOW, dim, dtype=torch.bfloat16),
+                keys=torch.zeros(e.start // WINDOW, dim) if earlier is None else earlier,
             )
         return Pipeline(e.config, e.weights, e.x, e.qr, start=e.start, state=state, queries=queries)
+
+    def _pages(self) -> None:
+        """Judge the cache pages; the entries that are in order become the deployment's k_quant."""
+        e = self.evidence
+        report = read_pages(e, self.pipeline, self.declared or self.reference, self._foreign_keys)
+        self.notes += report.notes
+        for cause, value, where, entries in report.faults:
+            self.breaches.append(
+                Breach(
+                    stage="k_cache", cause=cause, failed=entries, rows=e.entries, where=where, field="pages", value=value
+                )
+            )
+        first = e.start // WINDOW
+        if report.keys is None or bool((~report.known[max(first, e.first_known) :]).all()):
+            self.notes.append("pages are not used as keys")
+            return
+        self.other_keys = {name: keys[first:] for name, keys in report.others.items()}
+        if "k_quant" not in self.observed:
+            keys = torch.where(report.known[:, None], report.keys, 0.0)
+            self.observed["k_quant"] = keys[first:]
+            self.known = report.known
+            self.pipeline = self._pipeline(e.queries[self.rows], keys[:first])
+        else:
+            self.known = torch.arange(e.entries) >= first
+            self.other_keys[report.layout.name if report.layout else ""] = report.keys[first:]
+            self._reader(report)
+
+    def _reader(self, report: PageReport) -> None:
+        """Whether the keys that were observed are the pages', read in another layout."""
+        seen, first = self.observed["k_quant"].float(), self.evidence.start // WINDOW
+        assert report.keys is not None, "the caller has keys"
+        if distance(seen, report.keys[first:]).fits:
+            return
+        for name, keys in self.other_keys.items():
+            # absurd numbers agree as bits do
+            if bool(((seen == keys) | (seen.isnan() & keys.isnan())).float().mean() > 0.99):
+                where = f"pages are {report.layout.name if report.layout else ''} and were read as {name}"
+                self.breaches.append(
+                    Breach(
+                        stage="k_cache", cause="page_layout", failed=len(seen), rows=len(seen), where=where,
+                        field="pages", value=name,
+                    )
+                )  # fmt: skip
+                self.observed["k_quant"] = report.keys[first:]
+
+    def _foreign_keys(self) -> list[tuple[int, Tensor]]:
+        """Keys that other layers would have: of their own inputs where the trace has them, else of this layer's."""
+        e, found = self.evidence, []
+        for layer, weights in e.other_weights():
+            for x in [e.other_x[layer]] if layer in e.other_x else [e.x]:
+                pipeline = Pipeline(e.config, weights, x, e.qr, start=e.start, state=self.pipeline.call.state)
+                found += [(layer, pipeline.stage(self.reference, name).float()) for name in ("k_hadamard", "k_rope")]
+        return found
 
     def _choose_base(self) -> Recipe:
         """The reference, or the preset under which more of the observations hold as they are."""
@@ -118,13 +180,17 @@ class Engine:
         for name, tensor in self.observed.items():
             pipeline.observe(name, tensor[rows] if GRAPH[name].query_side else tensor)
         best, most = self.reference, -1
-        for name in ("reference", "bf16", *CHANGES):
-            recipe, held = build(name, self.evidence.config), 0
+        presets = [build(name, self.evidence.config) for name in ("reference", "bf16", *CHANGES)]
+        # rotating neither side is nobody's fault and says nothing about the rest
+        for recipe in (*presets, *(p.replace(hadamard=False) for p in presets if p.q_hadamard)):
+            held = 0
             for stage, tensor in self.observed.items():
                 seen = tensor[rows] if GRAPH[stage].query_side else tensor
                 with pipeline.scratch():
-                    found = self._distance(stage, seen, pipeline.stage(recipe, stage))
-                held += 2 * found.equal + found.fits
+                    predicted = pipeline.stage(recipe, stage)
+                    found = self._distance(stage, seen, predicted)
+                same_type = torch.equal(seen.float(), predicted.float())
+                held += 2 * (found.equal and same_type) + found.equal + found.fits
             if held > most:
                 best, most = recipe, held
         return best
@@ -154,21 +220,18 @@ class Engine:
     def _distance(self, stage: str, seen: Tensor, predicted: Tensor) -> Distance:
         e = self.evidence
         if stage == "scores":
-            return score_distance(seen, predicted, torch.arange(seen.shape[1]) >= self.first_column())
-        if not GRAPH[stage].query_side and e.first_known and "kv_gate" in self.inside(stage):
-            known = torch.arange(seen.shape[0]) >= e.first_known - e.start // WINDOW
+            return score_distance(seen, predicted, self.known)
+        if not GRAPH[stage].query_side and not bool(self.known.all()):
+            known = self.known[e.start // WINDOW :].clone()
+            if "kv_gate" in self.inside(stage):
+                known[: max(0, e.first_known - e.start // WINDOW)] = False
             return distance(seen, predicted, known[:, None])
         return distance(seen, predicted)
 
     def _look(self, stage: str, rows: Tensor | None, seen: Tensor) -> Look:
         pipeline = self.pipeline if rows is None else self.pipeline.narrowed(rows)
         seen = seen if rows is None or not GRAPH[stage].query_side else seen[rows]
-
-        def look(recipe: Recipe) -> Distance:
-            with pipeline.scratch():
-                return self._distance(stage, seen, pipeline.stage(recipe, stage))
-
-        return look
+        return StageLook(pipeline, stage, lambda predicted: self._distance(stage, seen, predicted))
 
     def _judge(self, stage: str, seen: Tensor) -> None:
         predicted = self.pipeline.stage(self.recipe, stage)
@@ -176,16 +239,67 @@ class Engine:
         inside = self.inside(stage)
         fields = {f for name in inside for f in GRAPH[name].fields}
         self.unequal[stage] = base.differing / max(base.elements, 1)
+        if not base.equal and self.recompute_coarse(stage, self._look(stage, None, seen), base):
+            predicted = self.pipeline.stage(self.recipe, stage)
+            base = self._distance(stage, seen, predicted)
         if base.equal:
             self.pipeline.observe(stage, predicted)
+            if not torch.equal(seen.float(), predicted.float()) and digits(seen) < digits(predicted):
+                self.coarse[stage] = seen
         elif self._benign_scale(stage, seen, predicted):
             self.pipeline.observe(stage, seen)
         else:
             rows = self.narrow(base.energy) if GRAPH[stage].query_side else None
             looks = (self._look(stage, None, seen), self._look(stage, rows, seen))
-            found = search(looks[1], self.recipe, self.arms_of(stage, seen, fields), looks[1](self.recipe))
+            found = self.search(looks[1], stage, seen, fields)
             self.accept(stage, seen, base, found, looks[0], predicted=predicted)
         self.reached |= fields
+
+    def search(self, look: Look, stage: str, seen: Tensor, fields: set[str]) -> Found:
+        """Arms in `fields` that explain what `look` sees under the present recipe."""
+
+        def more(recipe: Recipe, arm: Arm) -> list[Arm]:
+            return more_arms(recipe, arm, self.evidence.config)
+
+        return search(look, self.recipe, self.arms_of(stage, seen, fields), more, look(self.recipe))
+
+    def recompute_coarse(self, stage: str, look: Look, base: Distance) -> bool:
+        """Whether `stage` follows from an earlier observation as it is, in a coarser type than the recipe's.
+
+        An observation that is the prediction rounded may have been rounded by whoever wrote the trace, or by the
+        deployment itself. What was computed from it decides.
+        """
+        for name in [n for n in self.coarse if n in self.read_by(stage)]:
+            kept = self.pipeline.seen(name)
+            self.pipeline.observe(name, self.coarse[name])
+            after = look(self.recipe)
+            if share(base.total, after.total) >= SURE:
+                self._coarser(name, stage, base, after)
+                del self.coarse[name]
+                return True
+            self.pipeline.observe(name, kept)
+        return False
+
+    def _coarser(self, name: str, stage: str, base: Distance, after: Distance) -> None:
+        field_name = {"scores": "round_score", "q": "round_q"}.get(name, f"round_{name}")
+        rounding = {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.coarse[name].dtype]
+        if field_name not in Recipe.field_names():
+            self.notes.append(f"{name}: rounded to {rounding}, which its format does not say")
+            return
+        arm = Arm(field_name, rounding, ((field_name, rounding),))
+        if arm.apply(self.recipe) == self.recipe:
+            return
+        self.hits.append(
+            Hit(
+                observed=stage, first=name, arm=arm, old=self.recipe, explained=share(base.total, after.total),
+                base=base, after=after, before=base.total, left=after.total, between=(name,),
+            )
+        )  # fmt: skip
+        self.recipe = arm.apply(self.recipe)
+
+    def read_by(self, stage: str) -> set[str]:
+        """Observations that a stage is predicted from."""
+        return {n for name in self.inside(stage) for n in GRAPH[name].inputs} & self.pipeline.observed_names
 
     def unexplained(
         self, stage: str, base: Distance, found: Found, seen: Tensor | None = None, predicted: Tensor | None = None
@@ -203,12 +317,6 @@ class Engine:
     def broken(self, stage: str, cause: str, failed: int, rows: int, wrong_values: int) -> None:
         """Note an invariant that does not hold."""
         self.breaches.append(Breach(stage=stage, cause=cause, failed=failed, rows=rows, wrong_values=wrong_values))
-
-    def first_column(self) -> int:
-        """First entry whose score can be predicted: all of them unless the call continues a stream."""
-        e = self.evidence
-        keys = {"pool", "k_norm", "k_rope", "k_hadamard", "k_quant"} & set(self.observed)
-        return e.start // WINDOW if keys else e.first_known
 
     def accept(
         self,
@@ -291,7 +399,7 @@ class Engine:
                 hints |= score_hints(visible, self.pipeline.queries, recipe, e.entries)
             if stage == "topk":
                 hints |= selection_hints(seen, self.pipeline.queries, recipe, e.entries)
-            found = make_arms(recipe, fields, e.config, hints)
+            found = make_arms(recipe, fields, e.config, hints, short=True)
             if self.declared is None:
                 free = [arm for arm in preset_arms(recipe, self.reference, e.config)]
                 kept = (Arm(a.field, a.value, tuple(c for c in a.changes if c[0] not in self.reached)) for a in free)
@@ -403,6 +511,29 @@ class Engine:
         from .selection import Selector
 
         Selector(self, selected).run()
+
+
+@dataclass(frozen=True, slots=True)
+class StageLook:
+    """Computes a stage under a recipe and compares it; what is computed is forgotten again unless held."""
+
+    pipeline: Pipeline
+    stage: str
+    compare: Callable[[Tensor], Distance]
+
+    def __call__(self, recipe: Recipe) -> Distance:
+        """The distance that is left."""
+        with self.pipeline.scratch():
+            return self.compare(self.pipeline.stage(recipe, self.stage))
+
+    def hold(self, recipe: Recipe) -> None:
+        """Keep the stages of this recipe."""
+        self.pipeline.stage(recipe, self.stage)
+
+
+def digits(tensor: Tensor) -> int:
+    """Digits of a tensor's type, the leading one counted."""
+    return {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}[tensor.dtype]
 
 
 def share(before: float, after: float) -> float:

@@ -11,6 +11,7 @@ Letters: T tokens, E entries of the request, R query rows, H heads, D head dim.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,7 +38,8 @@ class Evidence:
 
     stages: observed tensors by stage name, topk and gates aside; query side [R, …], key side one row per entry
     completed in this call. selected: int64 [R, places], -1 empty. first_known: first entry that x determines, more
-    than 0 when the call continues a stream. other_keys: x and qr of the file's other layers, by layer.
+    than 0 when the call continues a stream. other_x: x of the file's other layers; other_weights: () -> the checkpoint's
+    other layers and their weights.
     repeats: selections of further runs of the same call. foreign: rows whose selection holds an entry of another
     request, and the rows that were checked.
     """
@@ -57,6 +59,7 @@ class Evidence:
     page_format: str | None = None
     slots: Tensor | None = None
     other_x: dict[int, Tensor] = field(default_factory=dict)
+    other_weights: Callable[[], Iterator[tuple[int, IndexerWeights]]] = field(default=lambda: iter(()))
     repeats: tuple[Tensor, ...] = ()
     foreign: tuple[int, int] = (0, 0)
     requests: int = 1
@@ -100,6 +103,7 @@ def read_trace(path: Path, checkpoint: Checkpoint, layers: list[int] | None) -> 
         found.append(
             Evidence(
                 layer=layer, config=config, weights=checkpoint.load(layer), start=given.start, other_x=others,
+                other_weights=_others(checkpoint, layer, others),
                 page_format=trace.metadata.get("page_format"), **part,
             )
         )  # fmt: skip
@@ -109,6 +113,19 @@ def read_trace(path: Path, checkpoint: Checkpoint, layers: list[int] | None) -> 
             f"{', '.join(STAGES)}, observed_topk or pages"
         )
     return found, next(iter(traces.values())).metadata
+
+
+def _others(
+    checkpoint: Checkpoint, layer: int, with_x: dict[int, Tensor]
+) -> Callable[[], Iterator[tuple[int, IndexerWeights]]]:
+    """The other layers, those with inputs in the trace first; read when somebody asks."""
+
+    def load() -> Iterator[tuple[int, IndexerWeights]]:
+        for other in sorted(checkpoint.present_layers, key=lambda n: n not in with_x):
+            if other != layer:
+                yield other, checkpoint.load(other)
+
+    return load
 
 
 def declared_recipe(option: str | None, metadata: dict[str, str], config: IndexerConfig) -> Recipe | None:

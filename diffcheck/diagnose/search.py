@@ -15,13 +15,24 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..recipe import Recipe
 from .arms import Arm
 from .distance import Distance
 
-Look = Callable[[Recipe], Distance]
 ArmsOf = Callable[[Recipe], list[Arm]]
+MoreOf = Callable[[Recipe, Arm], list[Arm]]
+
+
+class Look(Protocol):
+    """The distance that is left under a recipe."""
+
+    def __call__(self, recipe: Recipe) -> Distance:
+        """Compute the observed stage under a recipe and compare it."""
+
+    def hold(self, recipe: Recipe) -> None:
+        """Keep the stages of a recipe, from which others are about to be tried."""
 
 DEPTH = 3
 BEAM = 4
@@ -30,6 +41,9 @@ ENOUGH = 0.995
 NEXT = 0.5
 """Share of the rest that a further change must explain."""
 _REFINED = {"theta": 1.3, "mscale": 1.15, "eps": 10.0}
+_LISTED = ("theta", "mscale", "yarn", "format", "fp4_format")
+PROMISING = 3
+"""So many of the best arms have the rest of their field's values tried."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -55,12 +69,17 @@ class Found:
     left: float = 0.0
 
 
-def search(look: Look, recipe: Recipe, arms_of: ArmsOf, base: Distance, *, beam: int = BEAM) -> Found:
-    """The arms that leave least of `base`, the distance of the recipe itself."""
+def search(
+    look: Look, recipe: Recipe, arms_of: ArmsOf, more_of: MoreOf, base: Distance, *, beam: int = BEAM
+) -> Found:
+    """The arms that leave least of `base`, the distance of the recipe itself.
+
+    more_of: further arms in the field of one that is among the best.
+    """
     found = Found(recipe=recipe, left=base.total)
     if base.total == 0:
         return found
-    first = rank(look, recipe, arms_of(recipe), base.total)
+    first = rank(look, recipe, arms_of(recipe), more_of, base.total)
     if not first:
         return found
     best, ranking = first[0], first
@@ -76,7 +95,7 @@ def search(look: Look, recipe: Recipe, arms_of: ArmsOf, base: Distance, *, beam:
     for start in starts:
         changed = start.arm.apply(recipe)
         others = [arm for arm in arms_of(changed) if not _same_fields(arm, start.arm)]
-        second = rank(look, changed, others, start.left)
+        second = rank(look, changed, others, more_of, start.left)
         if second:
             pairs.append((second[0].left, start, second))
     left, start, second = min(pairs, key=lambda pair: pair[0]) if pairs else (math.inf, best, [])
@@ -86,23 +105,39 @@ def search(look: Look, recipe: Recipe, arms_of: ArmsOf, base: Distance, *, beam:
     while len(found.arms) < DEPTH and not _done(base.total, found.left, look(found.recipe)):
         changed = found.recipe
         others = [arm for arm in arms_of(changed) if not any(_same_fields(arm, a) for a in found.arms)]
-        more = rank(look, changed, others, found.left)
+        more = rank(look, changed, others, more_of, found.left)
         if not more or more[0].left > (1 - NEXT) * found.left:
             break
         found = _extend(found, more[0], more, found.left)
     return found
 
 
-def rank(look: Look, recipe: Recipe, arms: Iterable[Arm], total: float) -> list[Ranked]:
+def rank(look: Look, recipe: Recipe, arms: Iterable[Arm], more_of: MoreOf, total: float) -> list[Ranked]:
     """Arms that change something, by what they leave; of equals the earlier one first. Numbers are refined."""
-    ranked = [Ranked(arm, look(arm.apply(recipe)).total) for arm in arms]
-    ranked = sorted((r for r in ranked if r.left != total), key=lambda r: r.left)
+    look.hold(recipe)
+
+    def tried(these: Iterable[Arm]) -> list[Ranked]:
+        ranked = [Ranked(arm, look(arm.apply(recipe)).total) for arm in these]
+        return [r for r in ranked if r.left != total]
+
+    ranked = sorted(tried(arms), key=_left)
+    looked: set[str] = set()
+    for best in ranked[:PROMISING]:
+        if best.arm.field not in looked and ranked[0].left > 0 and not best.arm.preset:
+            looked.add(best.arm.field)
+            if best.arm.field.removeprefix("q_").removeprefix("k_") in _LISTED:
+                known = {r.arm.changes for r in ranked}
+                ranked = sorted([*ranked, *tried(a for a in more_of(recipe, best.arm) if a.changes not in known)], key=_left)
     if ranked and ranked[0].left > 0:
         best = ranked[0]
         bare = best.arm.field.removeprefix("q_").removeprefix("k_")
         if bare in _REFINED and best.left < total:
-            ranked = sorted([*_refine(look, recipe, best, _REFINED[bare]), *ranked], key=lambda r: r.left)
+            ranked = sorted([*_refine(look, recipe, best, _REFINED[bare]), *ranked], key=_left)
     return ranked
+
+
+def _left(ranked: Ranked) -> float:
+    return ranked.left
 
 
 def _refine(look: Look, recipe: Recipe, best: Ranked, factor: float) -> list[Ranked]:

@@ -11,16 +11,17 @@ scores by a top-k that drops winners: no change of the scores does that.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..invariants import check_selection
+from ..pipeline import Pipeline
 from ..recipe import Recipe
 from ..stages import GRAPH, visible_under
 from .distance import Distance, selection_distance
-from .search import search
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -29,6 +30,30 @@ SAME_SELECTION = 0.005
 """Share of missed entries up to which a selection is the predicted one (`compare.SAME_JACCARD`)."""
 FEWEST = 3
 """Misses below which no arm is named: too few to tell arms apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionLook:
+    """Misses of a selection against the scores of a recipe, or the observed ones."""
+
+    pipeline: Pipeline
+    selected: Tensor
+    known: Tensor
+    scored: bool
+
+    def __call__(self, recipe: Recipe) -> Distance:
+        """The misses that are left."""
+        with self.pipeline.scratch():
+            scores = self.pipeline.seen("scores") if self.scored else self.pipeline.stage(recipe, "scores")
+            visible = visible_under(self.pipeline.call, recipe, self.pipeline.call.rows)
+            hidden = torch.arange(scores.shape[1]) >= visible[:, None]
+            scores = scores.masked_fill(hidden, -torch.inf)
+            return selection_distance(self.selected, scores, self.known, visible.clamp(max=recipe.k))
+
+    def hold(self, recipe: Recipe) -> None:
+        """Keep the stages of this recipe."""
+        if not self.scored:
+            self.pipeline.stage(recipe, "scores")
 
 
 class Selector:
@@ -48,11 +73,12 @@ class Selector:
         look = self._look(None)
         base = look(engine.recipe)
         engine.unequal["topk"] = base.differing / max(base.elements, 1)
+        if base.total > 0 and engine.recompute_coarse("topk", look, base):
+            base = look(engine.recipe)
         if base.total > 0:
             rows = engine.narrow(base.energy)
             narrow = self._look(rows)
-            start = narrow(engine.recipe)
-            found = search(narrow, engine.recipe, engine.arms_of("topk", self.wide, fields), start)
+            found = engine.search(narrow, "topk", self.wide, fields)
             after = look(found.recipe) if found.arms else base
             kernel = self._broken(engine.recipe, base) or self._broken(found.recipe, after)
             enough = base.total - after.total >= FEWEST
@@ -65,22 +91,14 @@ class Selector:
         engine.reached |= fields
         self._invariants()
 
-    def _look(self, rows: Tensor | None):  # type: ignore[no-untyped-def]
+    def _look(self, rows: Tensor | None) -> SelectionLook:
         engine = self.engine
-        pipeline = engine.pipeline if rows is None else engine.pipeline.narrowed(rows)
-        selected = self.wide if rows is None else self.wide[rows]
-        first = engine.first_column()
-
-        def look(recipe: Recipe) -> Distance:
-            with pipeline.scratch():
-                scores = pipeline.seen("scores") if self.scored else pipeline.stage(recipe, "scores")
-                visible = visible_under(pipeline.call, recipe, pipeline.call.rows)
-                hidden = torch.arange(scores.shape[1]) >= visible[:, None]
-                scores = scores.masked_fill(hidden, -torch.inf)
-                known = torch.arange(scores.shape[1]) >= first
-                return selection_distance(selected, scores, known, visible.clamp(max=recipe.k))
-
-        return look
+        return SelectionLook(
+            engine.pipeline if rows is None else engine.pipeline.narrowed(rows),
+            self.wide if rows is None else self.wide[rows],
+            engine.known,
+            self.scored,
+        )
 
     def _broken(self, recipe: Recipe, distance: Distance) -> list[str]:
         """Causes of the selection kernel itself, under a recipe."""
@@ -99,11 +117,11 @@ class Selector:
         check = check_selection(raw, scores, visible, recipe.k)
         slots = max(check.count, check.unique, check.in_range)
         failed = {"topk_slots": slots, "mask": check.causal}
-        first = engine.first_column()
-        if self.scored and first == 0:
+        complete = bool(engine.known.all())
+        if self.scored:
             failed["topk_drop"] = check.order
             self.wrong_values = check.wrong_values
-        elif first == 0:
+        elif complete:
             failed["topk_drop"], self.wrong_values = _skipped(self.wide, scores, visible)
         return failed
 

@@ -218,8 +218,8 @@ def _stage_of(hit: Hit, name: str) -> str:
 
     readers = [s for s in GRAPH if name in GRAPH[s].fields]
     named = [{"kv_gate": "pool", "gate_gemm": "gate"}.get(s, s) for s in readers]
-    if hit.observed == "topk" and name == "mask_shift":
-        return "topk"
+    if name == "mask_shift":
+        return "topk"  # where a mask acts, whatever shows it
     return named[0] if named else hit.observed
 
 
