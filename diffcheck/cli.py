@@ -1,6 +1,6 @@
 """The command line.
 
-Exit codes: 0 passed, 1 a gate failed, 2 bad usage or input, 3 the environment lacks what was asked for, 130
+Exit codes: 0 passed, 1 a gate failed or a fault was found, 2 bad usage or input, 3 the environment lacks what was asked for, 130
 interrupted. Errors are one line on stderr; a traceback means a bug in diffcheck.
 """
 
@@ -278,15 +278,51 @@ def _say(line: str) -> None:
 
 
 @app.command()
-def inspect(checkpoint: Checkpoint) -> None:
+def diagnose(
+    checkpoint: Checkpoint,
+    trace: Annotated[Path, typer.Option(help="Trace file of the deployment: inputs and whatever was observed.")],
+    layer: Annotated[list[int] | None, typer.Option(help="Layer of the trace, repeatable; default all.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="What the deployment says it runs: a precision, preset or TOML file.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write findings and notes to this file.")] = None,
+) -> None:
+    """Name the first wrong stage of a deployment's trace and the cause.
+
+    Exits with 0 when no fault was found, 1 when there are findings, 2 on bad input.
+    """
+    from .diagnose import diagnose as run_diagnosis
+    from .diagnose import render
+
+    if json_file is not None:
+        _check_writable(json_file)
+    console = _console()
+    found = run_diagnosis(checkpoint, trace, layers=layer or None, recipe=recipe)
+    render(found, console)
+    if json_file is not None:
+        _write_json(json_file, found.to_json())
+        console.print(f"wrote {json_file}", highlight=False)
+    if found.findings:
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    checkpoint: Checkpoint,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything found to this file.")] = None,
+) -> None:
     """Print a checkpoint's layer map, config values with their sources, traps, and header coverage.
 
     Exits with 2 when a layer could not be run on, or would give garbage.
     """
     from .checkpoint.inspect import inspect_checkpoint, render
 
+    if json_file is not None:
+        _check_writable(json_file)
     inspection = inspect_checkpoint(checkpoint)
     render(inspection, _console())
+    if json_file is not None:
+        _write_json(json_file, inspection.to_json())
     if inspection.errors:
         raise typer.Exit(2)
 

@@ -139,12 +139,15 @@ def score_distance(observed: Tensor, predicted: Tensor, known: Tensor) -> Distan
     )
 
 
-def selection_distance(selected: Tensor, scores: Tensor, known: Tensor, expected: Tensor) -> Distance:
+def selection_distance(
+    selected: Tensor, scores: Tensor, known: Tensor, expected: Tensor, *, bands: float = 1.0
+) -> Distance:
     """Misses of selections int64 [rows, places] against predicted scores [rows, E].
 
     Of a row that selected n of the known entries, the n best by the predicted scores should have been selected; within
     one unit of the score's type at the n-th score any will do. Each entry selected instead of one of those is a miss,
-    and so is each entry too many or too few (`expected` int64 [rows], counted over all entries).
+    and so is each entry too many or too few (`expected` int64 [rows], counted over all entries). bands: units of the
+    score's type within which scores count as equal.
     """
     rows, entries = scores.shape
     keys = torch.where(scores.isnan() | ~known, -torch.inf, scores.float())
@@ -161,7 +164,7 @@ def selection_distance(selected: Tensor, scores: Tensor, known: Tensor, expected
     if width:
         best = keys.topk(width, dim=1).values
         tau = best.gather(1, (n - 1).clamp_min(0)[:, None]).double()
-        band = tie_bands(tau, scores.dtype)
+        band = bands * tie_bands(tau, scores.dtype)
         must = (best.double() > tau + band).sum(1)
         above = (own & (keys.double() > tau + band)).sum(1)
         level = (own & (keys.double() >= tau - band) & (keys > -torch.inf) & (keys.double() <= tau + band)).sum(1)

@@ -31,7 +31,7 @@ from .distance import HIDDEN_SCORE, Distance, distance, score_distance
 from .evidence import Evidence
 from .hints import config_hints, rotation_hints, score_hints, selection_hints
 from .pages import PageReport, read_pages
-from .rescaling import row_scale
+from .rescaling import FEW_ULPS, row_scale
 from .search import Found, Look, Ranked, search
 
 WIDE_ROWS = 256
@@ -95,6 +95,7 @@ class Engine:
         self.observed = {n: t[self.rows] if GRAPH[n].query_side else t for n, t in evidence.stages.items()}
         self.scale: Tensor | None = None
         self.coarse: dict[str, Tensor] = {}
+        self.unscaled: dict[str, Tensor] = {}
         self.other_keys: dict[str, Tensor] = {}
         self.known = torch.arange(evidence.entries) >= evidence.first_known
         self.page_notes: list[str] = []
@@ -248,12 +249,39 @@ class Engine:
                 self.coarse[stage] = seen
         elif self._benign_scale(stage, seen, predicted):
             self.pipeline.observe(stage, seen)
+            self.unscaled[stage] = predicted
+        elif stage == "scores" and self._unscaled_scores(seen, base):
+            pass
         else:
             rows = self.narrow(base.energy) if GRAPH[stage].query_side else None
             looks = (self._look(stage, None, seen), self._look(stage, rows, seen))
             found = self.search(looks[1], stage, seen, fields)
             self.accept(stage, seen, base, found, looks[0], predicted=predicted)
         self.reached |= fields
+
+    def _unscaled_scores(self, seen: Tensor, base: Distance) -> bool:
+        """Whether scores follow from the queries and gates without the scale that was seen on them.
+
+        A scale that is no power of two moves the roundings in the scores, and nothing says on which side of them a
+        trace was taken. Where neither reading holds to the bit, a difference of rounding size is forgiven.
+        """
+        if self.scale is None:
+            return False
+        kept = {name: self.pipeline.seen(name) for name in self.unscaled if name in self.pipeline.observed_names}
+        for name in kept:
+            self.pipeline.observe(name, self.unscaled[name])
+        after = self._distance("scores", seen, self.pipeline.stage(self.recipe, "scores"))
+        visible = torch.where(seen > HIDDEN_SCORE, seen.float(), 0.0).double()
+        small = (FEW_ULPS**2) * float(visible.square().sum())
+        if after.fits:
+            self.pipeline.observe("scores", seen)
+            return True
+        for name, tensor in kept.items():
+            self.pipeline.observe(name, tensor)
+        if min(base.total, after.total) <= small:
+            self.pipeline.observe("scores", seen)
+            return True
+        return False
 
     def search(self, look: Look, stage: str, seen: Tensor, fields: set[str]) -> Found:
         """Arms in `fields` that explain what `look` sees under the present recipe."""
@@ -403,7 +431,8 @@ class Engine:
             if self.declared is None:
                 free = [arm for arm in preset_arms(recipe, self.reference, e.config)]
                 kept = (Arm(a.field, a.value, tuple(c for c in a.changes if c[0] not in self.reached)) for a in free)
-                found += [a for a in kept if any(name in fields for name, _ in a.changes)]
+                # before the others: of two explanations the one that is no fault
+                found = [a for a in kept if any(name in fields for name, _ in a.changes)] + found
             return found
 
         return arms
@@ -484,12 +513,14 @@ class Engine:
             if self.scale is not None:
                 predicted = self.pipeline.stage(self.recipe, "gate")
                 self.pipeline.observe("gate", predicted.float() / self.scale)
+                self.unscaled["gate"] = predicted
             return
         predicted = self.pipeline.stage(self.recipe, "gate")
         if self.scale is not None:
             for gate in readings:
                 if distance(gate.float() * self.scale, predicted.float()).fits:
                     self.pipeline.observe("gate", gate)
+                    self.unscaled["gate"] = predicted
                     self.reached |= {"round_gate", "round_gate_gemm"}
                     return
         gate = min(readings, key=lambda g: distance(g, predicted).total)
