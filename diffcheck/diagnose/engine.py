@@ -27,6 +27,7 @@ from ..refimpl.compressor import WINDOW, PoolState
 from ..refimpl.trace import KEY_STAGES, STAGES
 from ..stages import GRAPH, entry_positions
 from .arms import Arm, make_arms, more_arms, preset_arms
+from .census import Breach, without_gaps
 from .distance import HIDDEN_SCORE, Distance, distance, score_distance
 from .evidence import Evidence
 from .hints import config_hints, rotation_hints, score_hints, selection_hints
@@ -62,21 +63,6 @@ class Hit:
     prediction: Tensor | None = None
     positions: Tensor | None = None
     between: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Breach:
-    """An invariant that needs no reference and does not hold in `failed` of `rows` rows."""
-
-    stage: str
-    cause: str
-    failed: int
-    rows: int
-    wrong_values: int = 0
-    where: str = ""
-    field: str | None = None
-    value: Any = None
-    explained: float = 1.0
 
 
 class Engine:
@@ -236,6 +222,10 @@ class Engine:
 
     def _judge(self, stage: str, seen: Tensor) -> None:
         predicted = self.pipeline.stage(self.recipe, stage)
+        whole = seen
+        if stage == "scores":
+            seen, broken = without_gaps(seen, predicted, self.known)
+            self.breaches += broken
         base = self._distance(stage, seen, predicted)
         inside = self.inside(stage)
         fields = {f for name in inside for f in GRAPH[name].fields}
@@ -245,8 +235,7 @@ class Engine:
             base = self._distance(stage, seen, predicted)
         if base.equal:
             self.pipeline.observe(stage, predicted)
-            if not torch.equal(seen.float(), predicted.float()) and digits(seen) < digits(predicted):
-                self.coarse[stage] = seen
+            self._note_coarse(stage, seen, predicted)
         elif self._benign_scale(stage, seen, predicted):
             self.pipeline.observe(stage, seen)
             self.unscaled[stage] = predicted
@@ -257,6 +246,8 @@ class Engine:
             looks = (self._look(stage, None, seen), self._look(stage, rows, seen))
             found = self.search(looks[1], stage, seen, fields)
             self.accept(stage, seen, base, found, looks[0], predicted=predicted)
+        if seen is not whole:
+            self.pipeline.observe(stage, whole)
         self.reached |= fields
 
     def _unscaled_scores(self, seen: Tensor, base: Distance) -> bool:
@@ -307,6 +298,10 @@ class Engine:
                 return True
             self.pipeline.observe(name, kept)
         return False
+
+    def _note_coarse(self, stage: str, seen: Tensor, predicted: Tensor) -> None:
+        if digits(seen) < digits(predicted) and not torch.equal(seen.float(), predicted.float()):
+            self.coarse[stage] = seen
 
     def _coarser(self, name: str, stage: str, base: Distance, after: Distance) -> None:
         field_name = {"scores": "round_score", "q": "round_q"}.get(name, f"round_{name}")
@@ -386,7 +381,11 @@ class Engine:
                     positions=self.pipeline.queries, between=tuple(self.inside(stage)),
                 )
             )  # fmt: skip
-        self.observe(stage, self.pipeline.stage(self.recipe, stage) if after.equal and stage != "topk" else seen)
+        if after.equal and stage != "topk":
+            predicted = self.pipeline.stage(self.recipe, stage)
+            self._note_coarse(stage, seen, predicted)
+            seen = predicted
+        self.observe(stage, seen)
 
     def observe(self, stage: str, tensor: Tensor) -> None:
         if stage != "topk":

@@ -174,25 +174,29 @@ def _check_entries(
     judged = report.known.clone()
     typical = _median(cosine, judged & (keys.abs().amax(1) > 0))
     zero = judged & (keys == 0).all(1) & (target.nan_to_num(0).abs().amax(1) > 0)
-    _zeros(report, where, zero, judged)
     poor = judged & ~zero & (cosine < min(0.5 * typical, typical - CLEAR))
     report.known &= ~zero & ~poor
-    if not bool(poor.any()):
-        return
-    unit = torch.nn.functional.normalize(target.nan_to_num(0.0), dim=1)
-    mine = torch.nn.functional.normalize(keys[poor].nan_to_num(0.0), dim=1)
-    match = mine @ unit.T
-    value, place = match.max(1)
-    index = torch.nonzero(poor).flatten()
-    found = value > torch.maximum(cosine[poor] + CLEAR, torch.tensor(0.7 * typical))
-    same_page = found & (place // PAGE == index // PAGE)
-    if bool(same_page.any()):
-        moved = index[same_page]
-        text = f"{len(moved)} entries stand in another slot of their page, first entry {int(moved[0])}"
-        report.faults.append(("page_layout", "permuted within pages", text, len(moved)))
-    rest = index[~same_page]
-    if len(rest):
-        _strangers(report, rest, place[~same_page], found[~same_page], where, keys, foreign, first, judged)
+    moved = torch.zeros_like(judged)
+    if bool(poor.any()):
+        unit = torch.nn.functional.normalize(target.nan_to_num(0.0), dim=1)
+        mine = torch.nn.functional.normalize(keys[poor].nan_to_num(0.0), dim=1)
+        value, place = (mine @ unit.T).max(1)
+        index = torch.nonzero(poor).flatten()
+        found = value > torch.maximum(cosine[poor] + CLEAR, torch.tensor(0.7 * typical))
+        same_page = found & (place // PAGE == index // PAGE)
+        moved[index[same_page]] = True
+        rest = ~same_page
+        if bool(moved.any()):
+            text = f"{int(moved.sum())} entries stand in another slot of their page, first entry {int(index[same_page][0])}"
+            report.faults.append(("page_layout", "permuted within pages", text, int(moved.sum())))
+            # in a page out of order the other entries cannot be judged either
+            spoilt = torch.isin(where, where[moved].unique())
+            report.known &= ~spoilt
+            zero = zero & ~spoilt
+            rest &= ~spoilt[index]
+        if bool(rest.any()):
+            _strangers(report, index[rest], place[rest], found[rest], where, keys, foreign, first, judged)
+    _zeros(report, where, zero, judged)
 
 
 def _zeros(report: PageReport, where: Tensor, zero: Tensor, judged: Tensor) -> None:

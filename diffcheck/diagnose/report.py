@@ -11,7 +11,8 @@ import torch
 
 from ..checkpoint.layer import Checkpoint
 from ..refimpl.compressor import WINDOW
-from .engine import Breach, Engine
+from .census import Breach
+from .engine import Engine
 from .evidence import Evidence, declared_recipe, read_trace
 from .selection import unrepeatable
 from .verdict import Finding, findings_of

@@ -125,7 +125,8 @@ class Selector:
         engine = self.engine
         pipeline = engine.pipeline
         with pipeline.scratch():
-            scores = pipeline.seen("scores") if self.scored else pipeline.stage(recipe, "scores")
+            # as they were observed, in whatever type: their order is what counts
+            scores = engine.observed["scores"] if self.scored else pipeline.stage(recipe, "scores")
         visible = visible_under(pipeline.call, recipe, pipeline.call.rows)
         raw = self.selected[engine.rows]
         check = check_selection(raw, scores, visible, recipe.k)
@@ -148,6 +149,8 @@ class Selector:
         explained = any(hit.observed == "topk" for hit in engine.hits)
         if not self.scored and explained:
             failed.pop("topk_drop", None)
+        if failed.get("topk_drop", 0) <= failed.get("topk_slots", 0):
+            failed.pop("topk_drop", None)  # an empty place is a dropped entry too
         for cause, rows in failed.items():
             if rows and (cause != "topk_drop" or rows >= 1):
                 engine.broken("topk", cause, rows, len(engine.rows), getattr(self, "wrong_values", 0))
