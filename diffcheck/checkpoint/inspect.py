@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+CAUSES = {18: "scale_bytes", 19: "k", 20: "unknown"}
+"""Ids of the numbered faults; tensors that are not where they should be can do anything."""
 _SHOWN = 3
 """Names quoted in a finding; the rest is counted."""
 _QUANTISED = ("F8_E4M3", "I8", "F4")
@@ -47,6 +49,11 @@ class Finding:
     severity: str
     fault: int | None
     message: str
+
+    @property
+    def cause(self) -> str | None:
+        """The id under which `diagnose` knows the fault; None where it has no number."""
+        return None if self.fault is None else CAUSES[self.fault]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +110,10 @@ class Inspection:
         return tuple(finding for finding in self.findings if finding.severity == "error")
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of JSON types only, with the fields of this record."""
+        """A dict of JSON types only, with the fields of this record and the cause of each finding."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        for finding, entry in zip(self.findings, plain["findings"], strict=True):
+            entry["cause"] = finding.cause
         return plain
 
 
