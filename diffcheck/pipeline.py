@@ -120,7 +120,9 @@ class Pipeline:
         self._asked.add((name, recipe, given))
         stage = GRAPH[name]
         found = {
-            n: self._observed[n] if n in self._observed else self._stage(recipe if n in INTERNAL else given or recipe, n)
+            n: self._observed[n]
+            if n in self._observed
+            else self._stage(recipe if n in INTERNAL else given or recipe, n)
             for n in stage.inputs
         }
         fields = (getattr(recipe, field) for field in ("compute", *stage.fields))

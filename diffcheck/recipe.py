@@ -39,9 +39,9 @@ class Recipe:
 
     Storage: q_format, k_format.
 
-    Pool: round_pool_gemm (of kv and gate projections), ape, ape_shift (added to a token's place in its window), round_ape,
-    overlap (pool over the previous window too), overlap_order (which half of the columns is the previous window's),
-    round_pool_sum (softmax weights, products and sum), round_pool; eps, round_k_norm.
+    Pool: round_pool_gemm (of kv and gate projections), ape, ape_shift (added to a token's place in its window),
+    round_ape, overlap (pool over the previous window too), overlap_order (which half of the columns is the previous
+    window's), round_pool_sum (softmax weights, products and sum), round_pool; eps, round_k_norm.
 
     Gate: round_gate_gemm, round_gate. Scores: round_dot, relu, round_product, round_score.
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..formats import BF16, E2M1_REFERENCE, FP16, Format
+from ..formats import BF16, E2M1_REFERENCE, FP16, Format, ScaleType
 from ..presets import CHANGES, build
 from ..recipe import CHOICES, TWO_SIDED, Recipe, plain
 from ..refimpl import IndexerConfig, Yarn
@@ -50,6 +50,7 @@ _SCORE_DTYPES = {
 """Score types that programs have, as roundings of dot, product and sum."""
 _NEVER = ("name", "compute", "ties")
 """Fields without arms: what a correct program may choose (the order among equal scores) or cannot show."""
+_SCALES: tuple[ScaleType, ...] = ("ue8m0", "fp32")
 _LATE = ("weight_scale", "rope_dims", "ape_shift", "position_offset", "fp4_format", "round_")
 """Fields whose arms stand behind the others where both predict the same."""
 
@@ -221,8 +222,8 @@ def _formats(current: Format | None, dim: int, *, step: bool) -> list[Format | N
         for changes in CHANGES.values():
             found += [changes[f] for f in ("q_format", "k_format") if f in changes]
     for element, block in (("e4m3", 128), ("e2m1", 32), ("int8", 128), ("e5m2", 128), ("e2m3", 32), ("e3m2", 32)):
-        for scale in ("ue8m0", "fp32"):
-            found.append(Format(element=element, block=block, scale=scale))  # type: ignore[arg-type]
+        for scale in _SCALES:
+            found.append(Format(element=element, block=block, scale=scale))
     fits = [f for f in found if f is None or f.plain or (dim % f.block == 0)]
     return [f for f in dict.fromkeys(fits) if f != current]
 

@@ -47,7 +47,8 @@ def without_gaps(seen: Tensor, predicted: Tensor, known: Tensor) -> tuple[Tensor
     rows = len(seen)
     if bool(nan.any()):
         columns = nan.any(0).nonzero().flatten()
-        text = f"{int(nan.sum())} scores are NaN, entries {int(columns[0])} to {int(columns[-1])}: unwritten memory was scored"
+        text = f"{int(nan.sum())} scores are NaN, entries {int(columns[0])} to {int(columns[-1])}"
+        text += ": unwritten memory was scored"
         found.append(
             Breach(stage="scores", cause="stale_page", failed=int(nan.any(1).sum()), rows=rows, where=text, value="NaN")
         )

@@ -113,7 +113,13 @@ class Engine:
         for cause, value, where, entries in report.faults:
             self.breaches.append(
                 Breach(
-                    stage="k_cache", cause=cause, failed=entries, rows=e.entries, where=where, field="pages", value=value
+                    stage="k_cache",
+                    cause=cause,
+                    failed=entries,
+                    rows=e.entries,
+                    where=where,
+                    field="pages",
+                    value=value,
                 )
             )
         first = e.start // WINDOW
@@ -388,6 +394,7 @@ class Engine:
         self.observe(stage, seen)
 
     def observe(self, stage: str, tensor: Tensor) -> None:
+        """Let what follows be predicted from this; nothing follows a selection."""
         if stage != "topk":
             self.pipeline.observe(stage, tensor)
 
@@ -404,11 +411,13 @@ class Engine:
         e = self.evidence
         cost = 2.0 * e.config.index_n_heads * e.config.index_head_dim * max(e.entries, 1)
         count = min(len(energy), int(min(max(NARROW_FLOPS / cost, NARROW_ROWS[0]), NARROW_ROWS[1])))
-        spread = torch.arange(0, len(energy), max(1, 2 * len(energy) // count))
+        spread: Tensor = torch.arange(0, len(energy), max(1, 2 * len(energy) // count))
         worst = energy.topk(min(count - count // 2, len(energy))).indices
-        return torch.cat((spread, worst)).unique()
+        chosen: Tensor = torch.cat((spread, worst)).unique()
+        return chosen
 
     def arms_of(self, stage: str, seen: Tensor, fields: set[str]) -> Callable[[Recipe], list[Arm]]:
+        """A function from a recipe to its arms in `fields`, with what `seen` suggests."""
         e, inside = self.evidence, self.inside(stage)
         shared = config_hints(e.config)
         for hit in self.hits:
@@ -428,7 +437,7 @@ class Engine:
                 hints |= selection_hints(seen, self.pipeline.queries, recipe, e.entries)
             found = make_arms(recipe, fields, e.config, hints, short=True)
             if self.declared is None:
-                free = [arm for arm in preset_arms(recipe, self.reference, e.config)]
+                free = preset_arms(recipe, self.reference, e.config)
                 kept = (Arm(a.field, a.value, tuple(c for c in a.changes if c[0] not in self.reached)) for a in free)
                 # before the others: of two explanations the one that is no fault
                 found = [a for a in kept if any(name in fields for name, _ in a.changes)] + found
@@ -596,4 +605,3 @@ def wide_rows(queries: Tensor, k: int) -> Tensor:
     most, few = (torch.nonzero(mask).flatten() for mask in (selective, ~selective))
     chosen = spread(few, WIDE_ROWS // 4)
     return torch.cat((chosen, spread(most, WIDE_ROWS - len(chosen)))).sort().values
-

@@ -10,10 +10,12 @@ Letters: T tokens, E entries of the request, R query rows, H heads, D head dim.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +40,8 @@ class Evidence:
 
     stages: observed tensors by stage name, topk and gates aside; query side [R, …], key side one row per entry
     completed in this call. selected: int64 [R, places], -1 empty. first_known: first entry that x determines, more
-    than 0 when the call continues a stream. other_x: x of the file's other layers; other_weights: () -> the checkpoint's
-    other layers and their weights.
+    than 0 when the call continues a stream. other_x: x of the file's other layers; other_weights: () -> other layers of
+    the checkpoint with their weights.
     repeats: selections of further runs of the same call. foreign: rows whose selection holds an entry of another
     request, and the rows that were checked.
     """
@@ -142,7 +144,9 @@ def declared_recipe(option: str | None, metadata: dict[str, str], config: Indexe
     try:
         fields = json.loads(text)
     except ValueError as error:
-        raise InputError(f"metadata recipe is no JSON ({error}), expected a recipe's fields or a preset's name") from None
+        raise InputError(
+            f"metadata recipe is no JSON ({error}), expected a recipe's fields or a preset's name"
+        ) from None
     return Recipe.from_json(fields, config)
 
 
@@ -153,7 +157,7 @@ class _Reader:
         self.where, self.config, self.trace = f"{path}: layers.{trace.layer}", config, trace
         self.x, self.qr, self.start = x, qr, start
         self.bounds = self._bounds(path)
-        lengths = [b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
+        lengths = [b - a for a, b in itertools.pairwise(self.bounds)]
         self.chosen = lengths.index(max(lengths))
         self.counts = [(start + n) // WINDOW - start // WINDOW for n in lengths]
 
@@ -162,14 +166,14 @@ class _Reader:
         if "requests" not in self.trace.shared:
             return [0, tokens]
         bounds = [int(b) for b in self.trace.shared["requests"].flatten().tolist()]
-        rising = all(a < b for a, b in zip(bounds, bounds[1:], strict=False))
+        rising = all(a < b for a, b in itertools.pairwise(bounds))
         if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tokens or not rising:
             raise InputError(f"{path}: requests is {bounds[:8]}, expected rising token counts from 0 to {tokens}")
         if len(bounds) > 2 and self.start:
             raise InputError(f"{path}: several requests that start at token {self.start}, expected start_position 0")
         return bounds
 
-    def read(self) -> dict[str, object]:
+    def read(self) -> dict[str, Any]:
         """Fields of the evidence that come from the trace."""
         trace, lo, hi = self.trace, self.bounds[self.chosen], self.bounds[self.chosen + 1]
         queries = self._queries()
@@ -183,7 +187,7 @@ class _Reader:
         notes = [f"{name}: unknown name, not compared" for name in trace if name not in _KNOWN and not _repeat(name)]
         if len(self.bounds) > 2:
             notes.append(f"{len(self.bounds) - 1} requests; the longest one, tokens {lo} to {hi - 1}, is diagnosed")
-        result: dict[str, object] = {
+        result: dict[str, Any] = {
             "x": self.x[lo:hi], "qr": self.qr[lo:hi], "queries": queries[mine] - lo, "stages": stages,
             "requests": len(self.bounds) - 1,
         }  # fmt: skip
@@ -200,7 +204,7 @@ class _Reader:
                 if value.shape[0] != len(queries):
                     raise InputError(f"{self.where}.{name} has {value.shape[0]} rows, expected {len(queries)}")
                 result[name] = value.reshape(len(queries), -1)[mine]
-        if result.get("gate_folded") is not None and result["gate_folded"].shape[1] != self.config.index_n_heads:  # type: ignore[attr-defined]
+        if result.get("gate_folded") is not None and result["gate_folded"].shape[1] != self.config.index_n_heads:
             raise InputError(f"{self.where}.gate_folded, expected [{len(queries)}, {self.config.index_n_heads}]")
         result |= self._pages()
         return result | {"notes": tuple(notes)}
@@ -270,7 +274,7 @@ class _Reader:
         offset, wrong = (first, ragged) if int(ragged.sum()) < int(own.sum()) else (torch.zeros_like(first), own)
         return torch.where(held & ~wrong, selected - offset[:, None], -1), wrong.any(1)
 
-    def _pages(self) -> dict[str, object]:
+    def _pages(self) -> dict[str, Any]:
         trace = self.trace
         if "pages" not in trace:
             return {}

@@ -2,15 +2,17 @@
 
 RoPE multiplies the complex pair i of a row at position p by m * exp(1j * f_i * p). With the pairs before and after,
 c_i(p) = sum over heads of after * conj(before) has that phase, whatever the data are. So theta is the one that
-maximises sum_i sum_p Re c_i(p) exp(-1j f_i(theta) p), a matched filter over a fine logarithmic grid that is then refined;
-the mscale is that sum over the energy before the rotation; an offset of the position maximises the same sum. "After" may
-be any later stage on the same side: the Hadamard rotation is its own inverse, and quantisation is noise that averages out.
+maximises sum_i sum_p Re c_i(p) exp(-1j f_i(theta) p), a matched filter over a fine logarithmic grid that is then
+refined; the mscale is that sum over the energy before the rotation; an offset of the position maximises the same sum.
+"After" may be any later stage on the same side: the Hadamard rotation is its own inverse, and quantisation is noise
+that averages out.
 
 From a selection: k and the mask follow from how many entries rows select and which is the largest.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -68,7 +70,9 @@ def rotation_hints(
     scale = _match(turn, positions, frequencies) / energy
     if 0.1 < scale < 10:
         found[f"{side}_mscale"] = list(dict.fromkeys(float(f"{scale:.{digits}g}") for digits in (2, 3, 4, 6)))
-    offset = int(_OFFSETS[int(torch.tensor([_match(turn, positions + int(o), frequencies) for o in _OFFSETS]).argmax())])
+    offset = int(
+        _OFFSETS[int(torch.tensor([_match(turn, positions + int(o), frequencies) for o in _OFFSETS]).argmax())]
+    )
     current = getattr(recipe, f"{side}_position_offset")
     restart = -(start // WINDOW * WINDOW if side == "k" else start)
     found[f"{side}_position_offset"] = [current + o for o in dict.fromkeys((offset, restart)) if o]
@@ -98,7 +102,7 @@ def _best_theta(turn: Tensor, positions: Tensor, dims: int, yarn: Yarn | None) -
             values.append((turn.real * angle.cos() + turn.imag * angle.sin()).sum((1, 2)))
         return torch.cat(values)
 
-    grid = torch.logspace(*torch.tensor([_LOWEST, _HIGHEST]).log10().tolist(), _GRID, dtype=torch.float64)
+    grid = torch.logspace(math.log10(_LOWEST), math.log10(_HIGHEST), _GRID, dtype=torch.float64)
     value = scores(grid)
     ratio = float(grid[1] / grid[0])
     best, height = float(grid[int(value.argmax())]), -torch.inf

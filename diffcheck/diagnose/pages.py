@@ -28,7 +28,7 @@ from .layouts import PLANAR, Layout, decode, layouts_of
 
 PAGE = 64
 FITS = 0.3
-"""Median cosine from which a layout holds the expected keys, even if theta or a rotation is wrong: chance is 0 +- 0.1."""
+"""Median cosine from which a layout holds the expected keys, even if theta is wrong: chance is 0 +- 0.1."""
 CLEAR = 0.25
 """How much better another place must match before an entry is said to belong there."""
 
@@ -63,22 +63,26 @@ def read_pages(evidence: Evidence, pipeline: Pipeline, recipe: Recipe, foreign: 
     first = evidence.start // WINDOW
     there = slots >= 0
     judged = there & (torch.arange(entries) >= evidence.first_known)
+    # pages of nothing but zeros say nothing about the layout
+    telling = judged & pages[slots.clamp_min(0) // PAGE].ne(0).any(1)
+    telling = telling if bool(telling.any()) else judged
     candidates = layouts_of(pages.shape[1])
     decoded = {layout.name: decode(pages, slots.clamp_min(0), layout) for layout in candidates}
     with pipeline.scratch():
         expected = {
             name: _placed(pipeline.stage(recipe, name).float(), first, entries) for name in ("k_hadamard", "k_rope")
         }
-    cosines = {
-        layout.name: max((_cosine(decoded[layout.name][0], x) for x in expected.values()), key=lambda c: _median(c, judged))
-        for layout in candidates
-    }  # fmt: skip
-    best = max(candidates, key=lambda layout: _median(cosines[layout.name], judged))
-    own = _median(cosines[best.name], judged)
+
+    def closest(keys: Tensor) -> Tensor:
+        return max((_cosine(keys, x) for x in expected.values()), key=lambda c: _median(c, telling))
+
+    cosines = {name: closest(keys) for name, (keys, _) in decoded.items()}
+    best = max(candidates, key=lambda layout: _median(cosines[layout.name], telling))
+    own = _median(cosines[best.name], telling)
     if own < FITS:
         return _nothing_fits(decoded, candidates, judged, foreign, first, entries)
     keys, scales = decoded[best.name]
-    target = max(expected.values(), key=lambda x: _median(_cosine(keys, x), judged))
+    target = max(expected.values(), key=lambda x: _median(_cosine(keys, x), telling))
     report = PageReport(
         layout=best, keys=keys, known=judged.clone(),
         others={n: d[0] for n, d in decoded.items() if n != best.name},
@@ -87,7 +91,10 @@ def read_pages(evidence: Evidence, pipeline: Pipeline, recipe: Recipe, foreign: 
     if best.order != PLANAR and not all(word in declared for word in best.order.lower().split()[:1]):
         text = f"pages hold {best.name} keys where planar ones are expected"
         report.faults.append(("page_layout", best.name, text, int(judged.sum())))
-    report.notes.append(f"pages: {best.name}, median cosine with the expected keys {own:.3f}; {_fingerprint(keys[judged], scales, judged)}")
+    report.notes.append(
+        f"pages: {best.name}, median cosine with the expected keys {own:.3f}; "
+        f"{_fingerprint(keys[judged], scales, judged)}"
+    )
     _check_entries(report, pages, slots, where, keys, target, cosines[best.name], foreign, first)
     return report
 
@@ -129,7 +136,9 @@ def _fingerprint(keys: Tensor, scales: Tensor | None, judged: Tensor) -> str:
         parts.append("scales are powers of two" if len(used) and bool(powers.all()) else "scales are no powers of two")
     on_grid = (fp4_step(keys) == keys).all(1)
     share = float(on_grid[keys.abs().amax(1) > 0].float().mean()) if len(keys) else 0.0
-    parts.append(f"{share:.0%} of the entries lie on the e2m1 grid" + (": the FP4 step was applied" if share > 0.9 else ""))
+    parts.append(
+        f"{share:.0%} of the entries lie on the e2m1 grid" + (": the FP4 step was applied" if share > 0.9 else "")
+    )
     return ", ".join(parts)
 
 
@@ -187,7 +196,7 @@ def _check_entries(
         moved[index[same_page]] = True
         rest = ~same_page
         if bool(moved.any()):
-            text = f"{int(moved.sum())} entries stand in another slot of their page, first entry {int(index[same_page][0])}"
+            text = f"{int(moved.sum())} entries stand in another slot of their page, first {int(index[same_page][0])}"
             report.faults.append(("page_layout", "permuted within pages", text, int(moved.sum())))
             # in a page out of order the other entries cannot be judged either
             spoilt = torch.isin(where, where[moved].unique())

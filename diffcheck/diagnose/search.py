@@ -34,12 +34,13 @@ class Look(Protocol):
     def hold(self, recipe: Recipe) -> None:
         """Keep the stages of a recipe, from which others are about to be tried."""
 
+
 DEPTH = 3
 BEAM = 4
 ENOUGH = 0.995
-"""What a change must explain for the search to stop there, unless the stage fits."""
-NEXT = 0.5
-"""Share of the rest that a further change must explain."""
+"""Where a change explains this much and the stage fits, the rest could be rounding."""
+SURE, NEXT = 0.9, 0.5
+"""Share of the rest that a further change must explain, where the rest could be rounding and where it could not."""
 _REFINED = {"theta": 1.3, "mscale": 1.15, "eps": 10.0}
 _LISTED = ("theta", "mscale", "yarn", "format", "fp4_format")
 PROMISING = 3
@@ -69,9 +70,7 @@ class Found:
     left: float = 0.0
 
 
-def search(
-    look: Look, recipe: Recipe, arms_of: ArmsOf, more_of: MoreOf, base: Distance, *, beam: int = BEAM
-) -> Found:
+def search(look: Look, recipe: Recipe, arms_of: ArmsOf, more_of: MoreOf, base: Distance, *, beam: int = BEAM) -> Found:
     """The arms that leave least of `base`, the distance of the recipe itself.
 
     more_of: further arms in the field of one that is among the best.
@@ -84,8 +83,9 @@ def search(
         return found
     best, ranking = first[0], first
     after = look(best.arm.apply(recipe))
-    if _done(base.total, best.left, after):
+    if after.equal:
         return _extend(found, best, ranking, base.total)
+    needed = _needed(after, best.left, base.total)
     # several starting points, each with another field, because two faults may hide each other
     starts: list[Ranked] = []
     for candidate in first:
@@ -99,14 +99,17 @@ def search(
         if second:
             pairs.append((second[0].left, start, second))
     left, start, second = min(pairs, key=lambda pair: pair[0]) if pairs else (math.inf, best, [])
-    if left > (1 - NEXT) * best.left:
+    if left > (1 - needed) * best.left:
         return _extend(found, best, ranking, base.total)
     found = _extend(_extend(found, start, first, base.total), second[0], second, start.left)
-    while len(found.arms) < DEPTH and not _done(base.total, found.left, look(found.recipe)):
-        changed = found.recipe
+    while len(found.arms) < DEPTH:
+        changed, after = found.recipe, look(found.recipe)
+        if after.equal:
+            break
+        needed = _needed(after, found.left, base.total)
         others = [arm for arm in arms_of(changed) if not any(_same_fields(arm, a) for a in found.arms)]
         more = rank(look, changed, others, more_of, found.left)
-        if not more or more[0].left > (1 - NEXT) * found.left:
+        if not more or more[0].left > (1 - needed) * found.left:
             break
         found = _extend(found, more[0], more, found.left)
     return found
@@ -127,7 +130,9 @@ def rank(look: Look, recipe: Recipe, arms: Iterable[Arm], more_of: MoreOf, total
             looked.add(best.arm.field)
             if best.arm.field.removeprefix("q_").removeprefix("k_") in _LISTED:
                 known = {r.arm.changes for r in ranked}
-                ranked = sorted([*ranked, *tried(a for a in more_of(recipe, best.arm) if a.changes not in known)], key=_left)
+                ranked = sorted(
+                    [*ranked, *tried(a for a in more_of(recipe, best.arm) if a.changes not in known)], key=_left
+                )
     if ranked and ranked[0].left > 0:
         best = ranked[0]
         bare = best.arm.field.removeprefix("q_").removeprefix("k_")
@@ -169,8 +174,9 @@ def _same_fields(a: Arm, b: Arm) -> bool:
     return not {n for n, _ in a.changes}.isdisjoint(n for n, _ in b.changes) and not (a.preset or b.preset)
 
 
-def _done(total: float, left: float, after: Distance) -> bool:
-    return after.equal or (after.fits and left <= (1 - ENOUGH) * total)
+def _needed(after: Distance, left: float, total: float) -> float:
+    """What a further change must explain of the rest: nearly all where the rest could be rounding."""
+    return SURE if after.fits and left <= (1 - ENOUGH) * total else NEXT
 
 
 def _extend(found: Found, chosen: Ranked, ranking: list[Ranked], before: float) -> Found:

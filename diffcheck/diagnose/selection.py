@@ -195,5 +195,3 @@ def unrepeatable(selected: Tensor, repeats: tuple[Tensor, ...]) -> int:
     """Rows whose set changed between runs of the same call."""
     sets = [s.sort(dim=1).values for s in (selected, *repeats) if s.shape == selected.shape]
     return int(torch.stack([(s != sets[0]).any(1) for s in sets]).any(0).sum()) if len(sets) > 1 else 0
-
-

@@ -13,7 +13,7 @@ on both sides is one finding.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..presets import CHANGES, build
@@ -48,7 +48,7 @@ class Finding:
     runner_up_explained: float | None = None
     rows: int
     rows_affected: int = 0
-    undecidable_with: list[str] = field(default_factory=list)
+    undecidable_with: list[str] = dataclasses.field(default_factory=list)
     decided_by: str | None = None
     observed_at: str = ""
     where: str = ""
@@ -138,7 +138,8 @@ def _excuse(engine: Engine, change: _Change, base: Recipe) -> str | None:
             return f"Hadamard on {state}: the exact scores are the same"
         other = "k_hadamard" if name[0] == "q" else "q_hadamard"
         if engine.declared is None and other not in engine.reached:
-            return f"Hadamard {'on' if new else 'not'} applied to {name[0]}; whether the other side agrees was not observed"
+            state = "applied" if new else "not applied"
+            return f"Hadamard {state} to {name[0]}; whether the other side agrees was not observed"
         return None
     if name in _SCORES:
         finer = _DIGITS[new] >= _DIGITS[change.old]
@@ -237,7 +238,7 @@ def _cause(arm: Arm, engine: Engine) -> str:
 
 def _rivals(hit: Hit, cause: str, name: str) -> list[str]:
     """Other changes that the observations do not tell from the one found."""
-    if not hit.ranking or hit.left <= 0 and sum(r.left <= 0 for r in hit.ranking) < 2:
+    if not hit.ranking or (hit.left <= 0 and sum(r.left <= 0 for r in hit.ranking) < 2):
         return []
     best = hit.left
     close = [
@@ -288,7 +289,8 @@ def _breach(engine: Engine, breach: Any) -> Finding:
     where = f"{text}, in {breach.failed} of {breach.rows} rows" if not breach.where else breach.where
     finding = Finding(
         layer=engine.evidence.layer, stage=breach.stage, cause=breach.cause, field=breach.field, value=breach.value,
-        explained=breach.explained, rows=breach.rows, rows_affected=breach.failed, observed_at=breach.stage, where=where,
+        explained=breach.explained, rows=breach.rows, rows_affected=breach.failed, observed_at=breach.stage,
+        where=where,
     )  # fmt: skip
     finding.sentence = f"layer {finding.layer}: {finding.stage} breaks an invariant ({breach.cause}): {where}"
     if breach.where:
