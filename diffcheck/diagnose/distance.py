@@ -32,7 +32,7 @@ HIDDEN_SCORE = -1e30
 """Scores at or below this are masked, however a deployment spells it."""
 _DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 _LARGEST = 1e4
-"""Differences count at most this many times the RMS of the prediction, so that garbage does not drown the rest."""
+"""Values count at most as this many times the median of what was observed, so that garbage does not drown the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,8 @@ def _distance(a: Tensor, b: Tensor, dtype: torch.dtype, coarse: torch.dtype, see
     count = seen.sum(1).clamp_min(1)
     known = torch.where(seen & b.isfinite(), b, 0.0)
     rms = (known.square().sum(1) / count).sqrt()
-    bound = _LARGEST * max(float((known.square().sum() / seen.sum().clamp_min(1)).sqrt()), 1e-30)
+    # by what was observed, so that it is the same for every arm
+    bound = _LARGEST * max(float(a[seen].abs().nanmedian()) if bool(seen.any()) else 0.0, 1e-30)
     same = (a == b) | (a.isnan() & b.isnan()) | ~seen
     gap = (a.clamp(-bound, bound) - b.clamp(-bound, bound)).nan_to_num(nan=bound)
     gap = torch.where(same, 0.0, gap)

@@ -198,7 +198,10 @@ class Engine:
             elif stage in self.observed:
                 self._judge(stage, self.observed[stage])
         if self.evidence.selected is not None:
-            self._select(self.evidence.selected)
+            if self.evidence.foreign[0]:
+                self.notes.append("the selection holds entries of another request and is not compared further")
+            else:
+                self._select(self.evidence.selected)
 
     def inside(self, stage: str) -> list[str]:
         """The stages between an observation and the observations before it, itself included, in pipeline order."""
@@ -211,15 +214,25 @@ class Engine:
         return [name for name in GRAPH if name in found]
 
     def _distance(self, stage: str, seen: Tensor, predicted: Tensor) -> Distance:
-        e = self.evidence
         if stage == "scores":
             return score_distance(seen, predicted, self.known)
-        if not GRAPH[stage].query_side and not bool(self.known.all()):
-            known = self.known[e.start // WINDOW :].clone()
-            if "kv_gate" in self.inside(stage):
-                known[: max(0, e.first_known - e.start // WINDOW)] = False
-            return distance(seen, predicted, known[:, None])
-        return distance(seen, predicted)
+        known = self._known_rows(stage)
+        return distance(seen, predicted, None if known is None else known[:, None])
+
+    def _known_rows(self, stage: str) -> Tensor | None:
+        """Rows of a key-side stage that can be predicted, bool; None where all can."""
+        e = self.evidence
+        if GRAPH[stage].query_side or bool(self.known.all()):
+            return None
+        known = self.known[e.start // WINDOW :].clone()
+        if "kv_gate" in self.inside(stage):
+            known[: max(0, e.first_known - e.start // WINDOW)] = False
+        return known
+
+    def _standing_in(self, stage: str, seen: Tensor, predicted: Tensor) -> Tensor:
+        """The prediction, with the observation where there is none."""
+        known = self._known_rows(stage)
+        return predicted if known is None else torch.where(known[:, None], predicted, seen.to(predicted.dtype))
 
     def _look(self, stage: str, rows: Tensor | None, seen: Tensor) -> Look:
         pipeline = self.pipeline if rows is None else self.pipeline.narrowed(rows)
@@ -240,7 +253,7 @@ class Engine:
             predicted = self.pipeline.stage(self.recipe, stage)
             base = self._distance(stage, seen, predicted)
         if base.equal:
-            self.pipeline.observe(stage, predicted)
+            self.pipeline.observe(stage, self._standing_in(stage, seen, predicted))
             self._note_coarse(stage, seen, predicted)
         elif self._benign_scale(stage, seen, predicted):
             self.pipeline.observe(stage, seen)
@@ -390,7 +403,7 @@ class Engine:
         if after.equal and stage != "topk":
             predicted = self.pipeline.stage(self.recipe, stage)
             self._note_coarse(stage, seen, predicted)
-            seen = predicted
+            seen = self._standing_in(stage, seen, predicted)
         self.observe(stage, seen)
 
     def observe(self, stage: str, tensor: Tensor) -> None:

@@ -96,7 +96,7 @@ def test_bad_input_is_one_line(cli, mini, setup, write, tmp_path):
     nan[5, 3] = torch.nan
     run = ("--checkpoint", mini, "--trace")
     bad(cli(*run, tmp_path / "none"), "no such file")
-    bad(cli(*run, write({}), "--layer", 2), "holds no layer", "[4]")
+    bad(cli(*run, write({}), "--layer", 2), "layers.2.x", "[4]")
     bad(cli(*run, write({}), "--recipe", "fp9"), "fp9", "vllm-fp8")
     bad(cli(*run, write({}), "--recipe", "none.toml"), "none.toml", "no such file")
     bad(cli(*run, write({}, x=nan)), "layers.4.x", "row 5")
