@@ -294,7 +294,8 @@ def test_a_plan_row_fits_sixteen_bits():
         assert torch.equal(words[:, 0] - 1 - words[:, 1], torch.full_like(words[:, 0], first))
 
 
-OTHERS = {"overlap_order": "own-first", 
+OTHERS = {
+    "overlap_order": "own-first",
     "compute": "fp64", "q_pairing": "half", "k_pairing": "half", "q_slice": "first", "k_slice": "first",
     "k_position": "last", "q_hadamard": False, "k_hadamard": False, "q_fp4": True, "k_fp4": True, "ape": False,
     "overlap": False, "q_format": None, "k_format": None, "rope_dims": 32, "round_q": "none",
