@@ -164,9 +164,7 @@ def _check_indexer(path: Path, config: IndexerConfig, layers: Iterable[int]) -> 
         raise InputError(f"{path}: layer {foreign[0]} has no indexer in this checkpoint, expected layers among {have}")
 
 
-def _check_header(
-    path: Path, file: Any, names: set[str], present: set[int], config: IndexerConfig, layer: int
-) -> int:
+def _check_header(path: Path, file: Any, names: set[str], present: set[int], config: IndexerConfig, layer: int) -> int:
     """Number of rows of a layer whose names and shapes are right."""
     rows = []
     for name, width in (("x", config.hidden_size), ("qr", config.q_lora_rank)):
