@@ -8,6 +8,7 @@ the problems are and who can solve them. The ceilings (a device copy, an fp8 mat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from ..errors import EnvironmentMissing, InputError
 from . import logits, writers
+from .reading import read_pages
 from .shapes import DEFAULT_SHAPES, TOKENS, Shape
 from .timing import ceilings, milliseconds
 
@@ -48,6 +50,8 @@ def bench(names: list[str] | None, shapes: list[str], formats: list[str]) -> Ite
             sets = [make(shape, fmt, seed=0)]
             if sets[0].bytes < TWO_SETS_BELOW:
                 sets.append(make(shape, fmt, seed=1))
+            if isinstance(sets[0], logits.Problem) and sets[0].pages is not None:
+                yield read(sets)
             for name, run in available[shape.kind].items():
                 if names is None or name in names:
                     yield measure(name, run, sets, top)
@@ -65,6 +69,13 @@ def make(shape: Shape, fmt: str, seed: int) -> Problem:
 def runners(kind: str) -> dict[str, Runner]:
     """Who can solve a kind of problem here: name -> function that prepares a call; it raises ValueError to refuse."""
     return writers.runners() if kind in TOKENS else logits.runners(kind)
+
+
+def read(sets: list[Any]) -> dict[str, Any]:
+    """The record of reading a decode problem's pages and doing nothing with them."""
+    calls = [partial(read_pages, each.pages, each.block_table) for each in sets]
+    median, spread = milliseconds(calls)
+    return {"shape": str(sets[0].shape), "format": sets[0].fmt, "read_ms": median, "spread_ms": spread}
 
 
 def measure(name: str, prepare: Runner, sets: list[Any], top: dict[str, float]) -> dict[str, Any]:
@@ -106,6 +117,10 @@ def render(console: Console, record: dict[str, Any]) -> None:
         text = (
             f"{record['device']}: copy {record['copy_tb_s']:.2f} TB/s, fp8 matmul {record['fp8_tflop_s']:.0f} TFLOP/s, "
             f"empty kernel {record['empty_ms']:.4f} ms"
+        )
+    elif "read_ms" in record:
+        text = (
+            f"{record['shape']:20s} {record['format']:4s}       its pages alone are read in {record['read_ms']:.4f} ms"
         )
     else:
         text = f"{record['shape']:20s} {record['format']:4s} {record['bytes_per_entry']:3d} B {record['backend']:26s} "

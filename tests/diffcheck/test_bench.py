@@ -7,7 +7,9 @@ import torch
 from rich.console import Console
 
 from diffcheck import bench
+from diffcheck.bench.reading import read_pages
 from diffcheck.errors import EnvironmentMissing, InputError
+from diffcheck.kernels import PAGE_FORMATS
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,15 @@ def test_a_wrong_result_prints_no_speed():
     assert "WRONG" in line
     assert "TB/s" not in line
     assert "ms" not in line
+
+
+@pytest.mark.parametrize("fmt", bench.FORMATS)
+def test_pages_are_read_whole(fmt):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pages = torch.randint(256, (5, PAGE_FORMATS[fmt].page_bytes), dtype=torch.uint8, device=device)
+    table = torch.tensor([[3, 0], [4, 4]], dtype=torch.int32, device=device)
+    want = pages.view(torch.int32).view(5, -1, 64).sum(1)[table.flatten().long()]
+    assert torch.equal(read_pages(pages, table), want.to(torch.int32))  # wraps around as int32 does
 
 
 TOP = {"copy_tb_s": 4.0, "fp8_tflop_s": 1000.0}
