@@ -280,28 +280,52 @@ def _say(line: str) -> None:
 @app.command()
 def diagnose(
     checkpoint: Checkpoint,
-    trace: Annotated[Path, typer.Option(help="Trace file of the deployment: inputs and whatever was observed.")],
+    trace: Annotated[
+        Path | None, typer.Option(help="Trace file of the deployment: inputs and whatever was observed.")
+    ] = None,
+    response: Annotated[
+        Path | None,
+        typer.Option(help="A server's JSON answer with its indexer top-k, beside --trace, --text or --tokens."),
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="With --response: the request as a text file.")] = None,
+    tokens: Annotated[Path | None, typer.Option(help="With --response: the request as a JSON list of ids.")] = None,
+    request: Annotated[
+        int | None, typer.Option(help="With --response: which request of a trace that holds several.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="With a text: keeps finished layers and the trace; an interrupted run resumes.")
+    ] = None,
     layer: Annotated[list[int] | None, typer.Option(help="Layer of the trace, repeatable; default all.")] = None,
     recipe: Annotated[
         str | None, typer.Option(help="What the deployment says it runs: a precision, preset or TOML file.")
     ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda, for the forward pass over a text.")] = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write findings and notes to this file.")] = None,
 ) -> None:
-    """Name the first wrong stage of a deployment's trace and the cause.
+    """Name the first wrong stage of a deployment's trace, or of a server's answer, and the cause.
 
     Exits with 0 when no fault was found, 1 when there are findings, 2 on bad input.
     """
+    from .diagnose import InputsFrom, diagnose_answer, render
     from .diagnose import diagnose as run_diagnosis
-    from .diagnose import render
 
     if json_file is not None:
         _check_writable(json_file)
-    console = _console()
-    found = run_diagnosis(checkpoint, trace, layers=layer or None, recipe=recipe)
-    render(found, console)
+    if response is not None:
+        inputs = InputsFrom(trace=trace, request=request, text=text, tokens=tokens, run_dir=run_dir, device=device)
+        found = diagnose_answer(checkpoint, response, inputs, layers=layer or None, recipe=recipe, say=_say)
+    elif text is not None or tokens is not None or request is not None or run_dir is not None:
+        raise InputError(
+            "--text, --tokens, --request and --run-dir go with --response: without it a trace is diagnosed"
+        )
+    elif trace is None:
+        raise InputError("expected --trace FILE, or --response FILE with the inputs of its request")
+    else:
+        found = run_diagnosis(checkpoint, trace, layers=layer or None, recipe=recipe)
+    render(found, _console())
     if json_file is not None:
         _write_json(json_file, found.to_json())
-        console.print(f"wrote {json_file}", highlight=False)
+        _console().print(f"wrote {json_file}", highlight=False)
     if found.findings:
         raise typer.Exit(1)
 

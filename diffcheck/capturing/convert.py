@@ -22,8 +22,12 @@ def convert_dump(dump: Path, checkpoint: Path, out: Path, request: int = 0) -> l
     if dump.is_dir():
         found = read_sglang_dump(dump, config)
     elif dump.suffix == ".json":
-        traces = read_response(dump, config)
-        found = Dump(requests=(traces,), missing=("x and qr: an answer holds the selection only",))
+        answer = read_response(dump, config)
+        found = Dump(
+            requests=(answer.layers,),
+            missing=("x and qr: an answer holds the selection only",),
+            ignored=answer.unknown,
+        )
     else:
         found = read_plain(dump)
     if not 0 <= request < len(found.requests):

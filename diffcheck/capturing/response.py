@@ -12,6 +12,7 @@ import binascii
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,30 @@ import torch
 
 from ..errors import InputError
 from ..refimpl import IndexerConfig, Trace
+from ..refimpl.compressor import WINDOW
 
 FIELD = "indexer_topk"
 
 
-def read_response(path: str | Path, config: IndexerConfig) -> dict[int, Trace]:
-    """Traces by layer with observed_topk int64 [tokens, k] and queries, from a saved JSON answer.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Traces by layer with observed_topk int64 [tokens, k] and queries; how many tokens they cover.
 
-    The layer axis may hold the layers with an indexer, or all layers. Raises InputError for a file that is no such
-    answer, a size that does not fit, and indices that no compressed entry of the request has.
+    prompt_tokens: those of the prompt, where the answer says. unknown: what it holds of layers that the config lacks.
+    """
+
+    layers: dict[int, Trace]
+    tokens: int
+    prompt_tokens: int | None = None
+    unknown: tuple[str, ...] = ()
+
+
+def read_response(path: str | Path, config: IndexerConfig) -> Answer:
+    """The selection in a saved JSON answer.
+
+    The layer axis may hold the layers with an indexer, or all layers and then some that the config does not know.
+    Raises InputError for a file that is no such answer, a size that does not fit, and indices that no compressed entry
+    of the request has.
     """
     path = Path(path)
     try:
@@ -45,12 +61,13 @@ def read_response(path: str | Path, config: IndexerConfig) -> dict[int, Trace]:
     tokens, layers, _ = indices.shape
     numbers = config.indexer_layers if layers == len(config.indexer_layers) else range(layers)
     queries = torch.arange(tokens)
+    # the group that the last token begins counts too: a deployment that sees it has a fault, not a malformed answer
+    entries = -(-tokens // WINDOW)
     traces = {}
     for place, layer in enumerate(numbers):
         if layer not in config.indexer_layers:
             continue
         selected = torch.from_numpy(indices[:, place].astype(np.int64))
-        entries = (tokens + 1) // 4
         if int(selected.max()) >= entries or int(selected.min()) < -1:
             odd = int(selected.max()) if int(selected.max()) >= entries else int(selected.min())
             raise InputError(
@@ -59,7 +76,13 @@ def read_response(path: str | Path, config: IndexerConfig) -> dict[int, Trace]:
         traces[layer] = Trace(
             {"observed_topk": selected, "queries": queries}, layer=layer, metadata={"source": f"answer {path.name}"}
         )
-    return traces
+    prompt, known = info.get("prompt_tokens"), len(config.compress_ratios)
+    return Answer(
+        layers=traces,
+        tokens=tokens,
+        prompt_tokens=prompt if type(prompt) is int else None,
+        unknown=tuple(f"layer {n} of the answer, which the checkpoint's config lacks" for n in range(known, layers)),
+    )
 
 
 def _find(path: Path, answer: Any) -> tuple[str, Mapping[str, Any]]:
@@ -98,16 +121,21 @@ def _decode(path: Path, encoded: str) -> np.ndarray:
 
 
 def _shaped(path: Path, values: np.ndarray, info: Mapping[str, Any], config: IndexerConfig) -> np.ndarray:
-    k = config.index_topk
-    if values.ndim == 3:
-        return values
+    """The values as [tokens, layers, k], not empty."""
+    k, own, known = config.index_topk, len(config.indexer_layers), len(config.compress_ratios)
     counts = [info.get(name) for name in ("prompt_tokens", "completion_tokens")]
     tokens = sum(counts) - 1 if all(type(c) is int for c in counts) else None  # type: ignore[arg-type]
-    for layers in (len(config.indexer_layers), len(config.compress_ratios)):
+    expected = f"expected tokens x {own} layers (or {known}) x {k}"
+    if values.ndim == 3:
+        rows, layers, places = values.shape
+        if not (rows and places) or (layers != own and layers < known) or tokens not in (None, rows):
+            of = "" if tokens is None else f" for {tokens} tokens"
+            raise InputError(f"{path}: {FIELD} has shape {list(values.shape)}{of}, {expected}")
+        return values
+    for layers in (own, known):
         if layers and values.size % (layers * k) == 0 and tokens in (None, values.size // (layers * k)):
             return values.reshape(-1, layers, k)
-    expected = "" if tokens is None else f" for {tokens} tokens"
-    raise InputError(
-        f"{path}: {FIELD} has {values.size} values{expected}, expected tokens x {len(config.indexer_layers)} "
-        f"layers (or {len(config.compress_ratios)}) x {k}"
-    )
+    if tokens and tokens > 0 and values.size % (tokens * k) == 0 and values.size // (tokens * k) > known:
+        return values.reshape(tokens, -1, k)
+    of = "" if tokens is None else f" for {tokens} tokens"
+    raise InputError(f"{path}: {FIELD} has {values.size} values{of}, {expected}")

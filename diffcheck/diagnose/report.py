@@ -127,6 +127,8 @@ def render(diagnosis: Diagnosis, console: Console) -> None:
     line(f"checkpoint {diagnosis.checkpoint}")
     line(f"trace      {diagnosis.trace}")
     line(f"recipe     {diagnosis.declared or 'none declared: compared with the reference'}")
+    for note in diagnosis.notes:
+        line(f"note: {note}", "dim")
     for layer in diagnosis.layers:
         observed = ", ".join(layer.observed) or "nothing"
         line("")

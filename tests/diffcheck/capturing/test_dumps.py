@@ -242,7 +242,7 @@ def test_responses(config, tmp_path, layers, kind):
         answer = {"choices": [{"indexer_topk": base64.b64encode(file.getvalue()).decode()}]}
     path = tmp_path / "answer.json"
     path.write_text(json.dumps(answer))
-    traces = read_response(path, config)
+    traces = read_response(path, config).layers
     assert sorted(traces) == [1, 3]
     place = {2: {1: 0, 3: 1}, 4: {1: 1, 3: 3}}[layers]
     for layer, trace in traces.items():
@@ -256,7 +256,7 @@ def test_token_counts_decide_where_sizes_are_ambiguous(config, tmp_path):
     chosen = selection(config, 40, 4)
     answer = {"meta_info": {"prompt_tokens": 40, "completion_tokens": 1, "indexer_topk": encoded(chosen)}}
     (tmp_path / "a.json").write_text(json.dumps(answer))
-    assert read_response(tmp_path / "a.json", config)[3]["observed_topk"].shape == (40, 4)
+    assert read_response(tmp_path / "a.json", config).layers[3]["observed_topk"].shape == (40, 4)
 
 
 @pytest.mark.parametrize(
