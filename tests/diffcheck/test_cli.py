@@ -291,10 +291,10 @@ def test_module_entry_point():
 
 
 def test_json_has_null_for_what_it_cannot_spell(tmp_path):
-    from diffcheck.cli import _write_json
+    from diffcheck.commands.output import write_json
 
     path = tmp_path / "x.json"
-    _write_json(path, {"a": [1.5, float("nan")], "b": {"c": (float("inf"), "text", None, True)}})
+    write_json(path, {"a": [1.5, float("nan")], "b": {"c": (float("inf"), "text", None, True)}})
     assert json.loads(path.read_text()) == {"a": [1.5, None], "b": {"c": [None, "text", None, True]}}
     assert list(tmp_path.iterdir()) == [path]
 

@@ -1,0 +1,34 @@
+"""Options that several commands have, and what their texts mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import InputError
+
+Checkpoint = Annotated[Path, typer.Option(help="Checkpoint directory in the released DeepSeek-V4 layout.")]
+Layers = Annotated[str, typer.Option(help="all, or layer numbers such as 2,4.")]
+IndexerLayers = Annotated[str, typer.Option(help="all indexer layers, or numbers such as 2,4.")]
+Precisions = Annotated[str, typer.Option(help="Precisions and presets, comma separated.")]
+Thetas = Annotated[str, typer.Option(help="RoPE thetas: checkpoint, NUMBER, NUMBER:noyarn.")]
+RecipeFiles = Annotated[list[Path] | None, typer.Option(help="TOML file with one more recipe; repeatable.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Measured = Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")]
+
+
+def split(text: str) -> list[str]:
+    """Parts of a comma separated list, without blanks."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def layer_numbers(text: str) -> list[int] | None:
+    """Layer numbers of `--layers`, None for all; InputError for anything else."""
+    if text == "all":
+        return None
+    parts = split(text)
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise InputError(f"--layers: {text!r}, expected all or numbers such as 2,4")
+    return [int(part) for part in parts]
