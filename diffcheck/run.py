@@ -117,6 +117,8 @@ def plan(options: Options) -> Plan:
         first = inputs[layers[0]]
         length, source = len(first.x), f"trace {trace} ({first.source or 'no source given'})"
         notes += [f"layer {layer}: {note}" for layer in layers for note in inputs[layer].notes]
+        if options.request is not None and all(inputs[layer].mass is None for layer in layers):
+            notes.append("lost attention mass: absent, it is known only where a forward pass ran one text")
     else:
         length = options.length or SYNTHETIC_LENGTH_IN_TOPK * checkpoint.config.index_topk
         source = options.source or f"made-up hidden states, seed {options.seed}"

@@ -80,6 +80,9 @@ def test_two_requests_of_one_file(mini, tmp_path):
     save_traces(both, [Trace({name: source[name][rows] for name in ("x", "qr")}, layer=4, shared=shared)])
     for request, (first, last) in enumerate(((0, 292), (1000, 1312))):
         got = cases(mini, both, tmp_path, "--request", request)
+        assert got[0]["attention_mass_lost"] is None
+        notes = json.loads((tmp_path / "out.json").read_text())["notes"]
+        assert [note for note in notes if note.startswith("lost attention mass: absent")]
         assert got == cases(mini, whole(mini, tmp_path, first, last), tmp_path)
     with pytest.raises(InputError, match="choose one with --request 0 to 1"):
         cases(mini, both, tmp_path)
