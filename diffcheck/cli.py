@@ -18,18 +18,22 @@ from .errors import EnvironmentMissing, InputError
 from .version import __version__
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+INTERRUPTED = 130
 
 
 def main() -> None:
     """Entry point: runs the app and turns user errors into one line and an exit code."""
     try:
-        raise SystemExit(app(standalone_mode=False))
+        code = app(standalone_mode=False)
+        if code == INTERRUPTED:  # newer versions of click turn the interrupt into an exit code
+            raise KeyboardInterrupt
+        raise SystemExit(code)
     except InputError as error:
         _fail(str(error), 2)
     except EnvironmentMissing as error:
         _fail(str(error), 3)
     except (KeyboardInterrupt, typer.Abort):
-        _fail("interrupted", 130)
+        _fail("interrupted", INTERRUPTED)
     except Exception as error:
         # typer may carry its own copy of click, so its usage errors are known by what they can do
         if not hasattr(error, "format_message"):

@@ -105,7 +105,7 @@ def capture_trace(
         ]
         _write(out, traces)
         return []
-    directory = run_dir or out.with_name(out.name + ".run")
+    directory = run_dir or default_run_dir(out)
     wanted = Captured(layers=inputs.layers, queries=rows, stages=stages)
     times = capture_forward(inputs.model, inputs.tokens, wanted, directory, device=device, say=say)
     traces = [
@@ -117,6 +117,11 @@ def capture_trace(
         with contextlib.suppress(OSError):
             shutil.rmtree(directory)
     return times
+
+
+def default_run_dir(out: Path) -> Path:
+    """Where the finished layers of a capture to `out` are kept."""
+    return out.with_name(out.name + ".run")
 
 
 def check_out(out: Path) -> None:

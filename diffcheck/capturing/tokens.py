@@ -44,13 +44,13 @@ class Tokeniser:
     def __init__(self, directory: Path) -> None:
         if not present("tokenizers"):
             raise EnvironmentMissing(
-                "--text needs the tokenizers package: pip install 'diffcheck[text]', or give --tokens with token ids"
+                "a text needs the tokenizers package: pip install 'diffcheck[text]', or give token ids"
             )
         from tokenizers import Tokenizer
 
         path = directory / TOKENISER_FILE
         if not path.is_file():
-            raise InputError(f"{path}: no such file, expected the checkpoint's tokeniser (or give --tokens)")
+            raise InputError(f"{path}: no such file, expected the checkpoint's tokeniser (or give token ids)")
         try:
             self._tokeniser: Any = Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises plain Exception

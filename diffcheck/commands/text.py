@@ -33,6 +33,7 @@ def capture(
     """
     from ..capturing import capture_trace, load_text_inputs
     from ..capturing.forward import check_stages
+    from ..capturing.text import default_run_dir
     from ..run import device_of
 
     if queries < 1:
@@ -40,7 +41,12 @@ def capture(
     chosen, where = check_stages(split(stages)), device_of(device)
     wanted = load_text_inputs(checkpoint, text=text, tokens=tokens, layers=layer_numbers(layers), kind=inputs)
     print(f"{wanted.source}; layers {', '.join(map(str, wanted.layers))} on {where}", file=sys.stderr)
-    capture_trace(wanted, out, device=where, run_dir=run_dir, queries=queries, stages=chosen, say=say)
+    try:
+        capture_trace(wanted, out, device=where, run_dir=run_dir, queries=queries, stages=chosen, say=say)
+    except KeyboardInterrupt:
+        if inputs == "model":
+            say(f"finished layers are kept in {run_dir or default_run_dir(out)}: the same command goes on from there")
+        raise
     print(f"wrote {out}: {wanted.source}")
 
 
@@ -91,6 +97,7 @@ def needle(
         check_writable(json_file)
     cells = run_needles(options, say)
     console = stdout()
+    console.print(f"checkpoint {checkpoint}", highlight=False, soft_wrap=True)
     render(console, cells)
     if json_file is not None:
         write_json(
@@ -98,6 +105,7 @@ def needle(
             {
                 "schema_version": 1,
                 "command": sys.argv[1:],
+                "checkpoint": str(checkpoint),
                 "cells": document(cells),
             },
         )

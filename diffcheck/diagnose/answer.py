@@ -19,6 +19,7 @@ from ..errors import InputError
 from ..inputs.source import LayerInputs, load_inputs
 from ..refimpl import Trace, save_traces
 from ..refimpl.trace import open_trace
+from ..report import PROXY_MARK
 from ..run import device_of
 from .report import Diagnosis, LayerDiagnosis, diagnose
 
@@ -85,6 +86,8 @@ def diagnose_answer(
             source = _capture(text, inputs, Path(scratch), say)
             notes.append(f"inputs: {text.source}; the server's own differ from them by what its precision does")
         recorded = load_inputs(source, config, layers, request=inputs.request)
+        if any(PROXY_MARK in layer.source for layer in recorded.values()):
+            raise InputError(f"{name}: holds a {PROXY_MARK} for hidden states, expected what the server had")
         common = sorted(answer.layers.keys() & recorded.keys())
         if not common:
             raise InputError(

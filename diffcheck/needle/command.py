@@ -69,7 +69,7 @@ def _read(options: NeedleOptions, directory: Path) -> NeedleTest:
         tokeniser: Tokeniser | None = Tokeniser(directory)
     except (EnvironmentMissing, InputError) as error:
         if options.config is None:
-            raise
+            raise type(error)(f"{error}; --config FILE.toml with text_tokens and a .json haystack needs none") from None
         tokeniser, missing = None, error
 
     def encode(text: str) -> list[int]:

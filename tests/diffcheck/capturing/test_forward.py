@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -175,3 +178,23 @@ def test_layers_beyond_what_the_checkpoint_holds(tmp_path, mini, tokens):
     with pytest.raises(InputError, match="holds layers 0 to 2 whole, expected all up to layer 4"):
         load_text_inputs(copy, text=None, tokens=tokens, layers=[4])
     assert inputs(copy, tokens).layers == (2,), "what can be run is run"
+
+
+def test_command_interrupted_and_given_again(mini, tokens, tmp_path):
+    """A real SIGINT: exit code 130, where the finished layers are, and the same command goes on from there."""
+    out = tmp_path / "trace.safetensors"
+    command = [sys.executable, "-m", "diffcheck", "capture", "--checkpoint", mini, "--tokens", tokens, "--out", out]
+    running = subprocess.Popen([str(word) for word in command], stderr=subprocess.PIPE, text=True)
+    lines = []
+    for line in running.stderr:
+        lines.append(line)
+        if line.startswith("layer 1 "):
+            running.send_signal(signal.SIGINT)
+    assert running.wait() == 130, lines
+    assert lines[-1] == "diffcheck: interrupted\n"
+    assert f"finished layers are kept in {out}.run: the same command goes on from there\n" in lines
+    assert not out.exists()
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=True)
+    assert "are done, found in" in done.stderr
+    assert sorted(load_traces(out)) == [2, 4]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["trace.safetensors"]

@@ -1,19 +1,21 @@
 """Needle tests on text: how the text is built, what is counted, and a model that really retrieves."""
 
 import json
+import re
 
 import pytest
 import torch
+from rich.console import Console
 
 from diffcheck.cases import build_cases
 from diffcheck.checkpoint.model import open_model
 from diffcheck.errors import InputError
 from diffcheck.fixture_model import write_model
 from diffcheck.needle import NeedleTest, NeedleText, build_text, make_test, read_test, run_grid, summarise
-from diffcheck.needle.build import parse_depth, parse_length
+from diffcheck.needle.build import Placed, parse_depth, parse_length
 from diffcheck.needle.grid import Cell
 from diffcheck.needle.haystack import filler
-from diffcheck.needle.report import words
+from diffcheck.needle.report import layer_ranks, render, words
 from diffcheck.refimpl import run_indexer
 from diffcheck.refimpl.model import run_model
 
@@ -130,7 +132,7 @@ def test_summary_by_hand():
     assert (fp8["tokens"], fp8["found"], fp8["lost"], fp8["lost_layers"]) == (3, 2, 1, [4])
     assert fp8["chance"] == pytest.approx(0.3)
     assert words("fp8", [fp8]) == (
-        "fp8: keeps 33.3% of the tokens that find it (blind choice: up to 30.0%), loses it in 1 of 2 pairs (layers 4)."
+        "fp8: keeps 33.3% of the tokens that find it (blind choice: up to 30.0%), loses it in 1 of 2 pairs (layer 4)."
     )
 
 
@@ -264,3 +266,37 @@ def test_options_win_over_the_file(mini, tmp_path, capsys):
         app([str(a) for a in [*arguments, "--needle", "x"]], standalone_mode=False)
     with pytest.raises(InputError, match=r"tokenizer\.json: no such file"):
         app(["needle", "--checkpoint", str(mini), "--needle", "x", "--question", "y"], standalone_mode=False)
+
+
+def test_ranks_by_layer(capsys):
+    """By hand: two texts, one row that sees everything, one text whose needle no counted token selects."""
+    placed = (Placed(needle=(8, 12), question=(40, 41)), Placed(needle=(20, 22), question=(42, 43)))
+
+    def record(case, *needles):
+        made = [
+            {"rank": ranks, "selected": selected, "counted": counted, "chance": [0.1] * len(ranks)}
+            for ranks, selected, counted in needles
+        ]
+        return {"layer": 2, "precision": case, "theta_setting": "checkpoint", "needles": made}
+
+    full, none = [True, True], [False, False]
+    cells = [
+        Cell(length=44, depth=0.1, placed=placed, records=[
+            record("reference", ([5, 3], full, full), ([0, 0], full, none)),
+            record("fp8", ([9, 70], [True, False], full), ([0, 0], full, none)),
+        ]),
+        Cell(length=44, depth=0.9, placed=placed, records=[
+            record("reference", ([8, 1], full, [True, False]), ([2, 6], full, full)),
+            record("fp8", ([80, 1], [False, True], [True, False]), ([4, 90], [True, False], full)),
+        ]),
+    ]  # fmt: skip
+    reference, fp8 = ("reference", "checkpoint"), ("fp8", "checkpoint")
+    assert layer_ranks(cells) == {
+        (2, 1): {reference: (5.5, 0), fp8: (44.5, 1)},
+        (2, 2): {reference: (2, 0), fp8: (4, 0)},
+    }
+    render(Console(width=200), cells)
+    out = capsys.readouterr().out
+    assert "2 needles: the first lies at the depth named" in out
+    assert re.search(r"^ +2 +1 +5\.5 / 0 +44\.5 / 1 *$", out, flags=re.MULTILINE), out
+    assert "loses it in 1 of 3 pairs (layer 2)" in out
