@@ -215,9 +215,8 @@ def test_one_request_of_several(cli, mini, recorded, selection, answer, trace):
 
 
 def test_the_recipe_of_the_inputs_counts(cli, mini, selection, answer, trace):
-    status, out, _ = cli(
-        "--checkpoint", mini, "--response", answer(selection()), "--trace", trace(metadata={"recipe": "vllm-fp8"})
-    )
+    inputs = trace(layers=(4,), metadata={"recipe": "vllm-fp8"})
+    status, out, _ = cli("--checkpoint", mini, "--response", answer(selection()), "--trace", inputs)
     assert "recipe     vllm-fp8" in out
     assert status == 1, "the answer is the reference's, not vllm-fp8's"
 
