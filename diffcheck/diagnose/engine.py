@@ -31,6 +31,7 @@ from .census import Breach, without_gaps
 from .distance import HIDDEN_SCORE, Distance, distance, score_distance
 from .evidence import Evidence
 from .hints import config_hints, rotation_hints, score_hints, selection_hints
+from .near import FIRST, Side, Within, near_thetas
 from .pages import PageReport, read_pages
 from .rescaling import FEW_ULPS, row_scale
 from .search import Found, Look, Ranked, search
@@ -41,6 +42,7 @@ NARROW_ROWS = (16, 64)
 """Query rows on which arms are compared: as many between these as NARROW_FLOPS of score products allow."""
 SURE, NAMED = 0.9, 0.5
 """What arms must explain of a difference that rounding could make, and of one that it could not."""
+_SIDES: tuple[Side, ...] = ("q", "k")
 DROPPED = 0.3
 """An arm without which this much or less is lost is left out again."""
 
@@ -263,7 +265,12 @@ class Engine:
         else:
             rows = self.narrow(base.energy) if GRAPH[stage].query_side else None
             looks = (self._look(stage, None, seen), self._look(stage, rows, seen))
-            found = self.search(looks[1], stage, seen, fields)
+
+            def within(rows: Tensor, entries: Tensor) -> Look:
+                counted = entries & self.known
+                return StageLook(self.pipeline.narrowed(rows), stage, lambda p: score_distance(seen[rows], p, counted))
+
+            found = self.search(looks[1], stage, seen, fields, within)
             self.accept(stage, seen, base, found, looks[0], predicted=predicted)
         if seen is not whole:
             self.pipeline.observe(stage, whole)
@@ -293,13 +300,44 @@ class Engine:
             return True
         return False
 
-    def search(self, look: Look, stage: str, seen: Tensor, fields: set[str]) -> Found:
-        """Arms in `fields` that explain what `look` sees under the present recipe."""
+    def search(self, look: Look, stage: str, seen: Tensor, fields: set[str], within: Within) -> Found:
+        """Arms in `fields` that explain what `look` sees under the present recipe.
+
+        within: the same for pairs of some queries and entries, where `stage` is the scores or the selection.
+        """
+        far: dict[str, list[Any]] = {}
 
         def more(recipe: Recipe, arm: Arm) -> list[Arm]:
             return more_arms(recipe, arm, self.evidence.config)
 
-        return search(look, self.recipe, self.arms_of(stage, seen, fields), more, look(self.recipe))
+        def late() -> list[Arm]:
+            far.update(self._far_thetas(stage, fields, within))
+            return make_arms(self.recipe, fields & {"q_theta", "k_theta"}, self.evidence.config, far) if far else []
+
+        return search(look, self.recipe, self.arms_of(stage, seen, fields, far), more, late, look(self.recipe))
+
+    def _far_thetas(self, stage: str, fields: set[str], within: Within) -> dict[str, list[Any]]:
+        """Thetas that scores or a selection suggest, by bare or full field name."""
+        if stage not in ("scores", "topk"):
+            return {}
+        queries, entries = self.pipeline.queries, WINDOW * torch.arange(self.evidence.entries)
+        selective = (queries + 1) // WINDOW > self.recipe.k
+        useful = selective if stage == "topk" else torch.ones_like(selective)
+
+        shortest, most = FIRST[stage]
+        rows = min(most, self.fewer())
+
+        def thetas(side: Side) -> list[float]:
+            return near_thetas(within, self.recipe, side, queries, entries, useful, shortest=shortest, most_rows=rows)
+
+        found: dict[str, list[Any]] = {}
+        open_sides: list[Side] = [side for side in _SIDES if f"{side}_theta" in fields]
+        if len(open_sides) == 2:
+            found["theta"] = thetas("both")
+        if not found.get("theta"):
+            for side in open_sides:
+                found[f"{side}_theta"] = thetas(side)
+        return {name: values for name, values in found.items() if values}
 
     def recompute_coarse(self, stage: str, look: Look, base: Distance) -> bool:
         """Whether `stage` follows from an earlier observation as it is, in a coarser type than the recipe's.
@@ -419,18 +457,24 @@ class Engine:
                 return {"kv_gate": "pool", "gate_gemm": "gate"}.get(name, name)
         return stage
 
-    def narrow(self, energy: Tensor) -> Tensor:
-        """Rows to compare arms on: half of them where the difference is largest, half spread over all."""
+    def fewer(self) -> int:
+        """How many query rows arms are compared on."""
         e = self.evidence
         cost = 2.0 * e.config.index_n_heads * e.config.index_head_dim * max(e.entries, 1)
-        count = min(len(energy), int(min(max(NARROW_FLOPS / cost, NARROW_ROWS[0]), NARROW_ROWS[1])))
+        return int(min(max(NARROW_FLOPS / cost, NARROW_ROWS[0]), NARROW_ROWS[1]))
+
+    def narrow(self, energy: Tensor) -> Tensor:
+        """Rows to compare arms on: half of them where the difference is largest, half spread over all."""
+        count = min(len(energy), self.fewer())
         spread: Tensor = torch.arange(0, len(energy), max(1, 2 * len(energy) // count))
         worst = energy.topk(min(count - count // 2, len(energy))).indices
         chosen: Tensor = torch.cat((spread, worst)).unique()
         return chosen
 
-    def arms_of(self, stage: str, seen: Tensor, fields: set[str]) -> Callable[[Recipe], list[Arm]]:
-        """A function from a recipe to its arms in `fields`, with what `seen` suggests."""
+    def arms_of(
+        self, stage: str, seen: Tensor, fields: set[str], found_late: dict[str, list[Any]]
+    ) -> Callable[[Recipe], list[Arm]]:
+        """A function from a recipe to its arms in `fields`, with what `seen` suggests and what is found meanwhile."""
         e, inside = self.evidence, self.inside(stage)
         shared = config_hints(e.config)
         for hit in self.hits:
@@ -440,6 +484,8 @@ class Engine:
 
         def arms(recipe: Recipe) -> list[Arm]:
             hints = {name: list(values) for name, values in shared.items()}
+            for name, values in found_late.items():
+                hints.setdefault(name, []).extend(values)
             for side, source in (("q", "q"), ("k", "k_norm")):
                 if stage.startswith(f"{side}_") and f"{side}_rope" in inside:
                     hints |= self._rotation(recipe, side, source, stage, seen)

@@ -23,6 +23,7 @@ from .distance import Distance
 
 ArmsOf = Callable[[Recipe], list[Arm]]
 MoreOf = Callable[[Recipe, Arm], list[Arm]]
+Late = Callable[[], list[Arm]]
 
 
 class Look(Protocol):
@@ -70,15 +71,23 @@ class Found:
     left: float = 0.0
 
 
-def search(look: Look, recipe: Recipe, arms_of: ArmsOf, more_of: MoreOf, base: Distance, *, beam: int = BEAM) -> Found:
+def search(
+    look: Look, recipe: Recipe, arms_of: ArmsOf, more_of: MoreOf, late: Late, base: Distance, *, beam: int = BEAM
+) -> Found:
     """The arms that leave least of `base`, the distance of the recipe itself.
 
-    more_of: further arms in the field of one that is among the best.
+    more_of: further arms in the field of one that is among the best. late: arms that are dear to find, asked for only
+    where no other explains enough; from then on arms_of has them too.
     """
     found = Found(recipe=recipe, left=base.total)
     if base.total == 0:
         return found
     first = rank(look, recipe, arms_of(recipe), more_of, base.total)
+    if not first or first[0].left > (1 - ENOUGH) * base.total:
+        known = {ranked.arm.changes for ranked in first}
+        more = [arm for arm in late() if arm.changes not in known]
+        if more:
+            first = sorted([*first, *rank(look, recipe, more, more_of, base.total)], key=_left)
     if not first:
         return found
     best, ranking = first[0], first

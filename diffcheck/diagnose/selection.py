@@ -83,7 +83,7 @@ class Selector:
         if base.total > 0:
             rows = engine.narrow(base.energy)
             narrow = self._look(rows)
-            found = engine.search(narrow, "topk", self.wide, fields)
+            found = engine.search(narrow, "topk", self.wide, fields, self._within)
             after = look(found.recipe) if found.arms else base
             kernel = self._broken(engine.recipe, base) or self._broken(found.recipe, after)
             # a few misses close to the last place may be rounding; one far from it is not
@@ -106,6 +106,10 @@ class Selector:
             engine.known,
             self.scored,
         )
+
+    def _within(self, rows: Tensor, entries: Tensor) -> SelectionLook:
+        """The misses among some entries [rows, E] of some rows."""
+        return replace(self._look(rows), known=entries & self.engine.known)
 
     def _score_type(self) -> torch.dtype:
         engine = self.engine
