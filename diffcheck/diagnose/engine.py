@@ -20,29 +20,28 @@ import torch
 from torch import Tensor
 
 from ..pipeline import Pipeline
-from ..presets import CHANGES, build
 from ..recipe import Recipe
 from ..refimpl import IndexerState
 from ..refimpl.compressor import WINDOW, PoolState
 from ..refimpl.trace import KEY_STAGES, STAGES
 from ..stages import GRAPH, entry_positions
 from .arms import Arm, make_arms, more_arms, preset_arms
+from .base import choose_base
+from .cache import take_pages
 from .census import Breach, without_gaps
 from .distance import HIDDEN_SCORE, Distance, distance, score_distance
 from .evidence import Evidence
 from .hints import config_hints, rotation_hints, score_hints, selection_hints
-from .near import FIRST, Side, Within, near_thetas
-from .pages import PageReport, read_pages
-from .rescaling import FEW_ULPS, row_scale
+from .looks import StageLook, digits, restored, share, wide_rows
+from .near import Within, theta_hints
+from .scales import benign_scale, judge_gate, unscaled_scores
 from .search import Found, Look, Ranked, search
 
-WIDE_ROWS = 256
 NARROW_FLOPS = 2e9
 NARROW_ROWS = (16, 64)
 """Query rows on which arms are compared: as many between these as NARROW_FLOPS of score products allow."""
 SURE, NAMED = 0.9, 0.5
 """What arms must explain of a difference that rounding could make, and of one that it could not."""
-_SIDES: tuple[Side, ...] = ("q", "k")
 DROPPED = 0.3
 """An arm without which this much or less is lost is left out again."""
 
@@ -79,7 +78,7 @@ class Engine:
         self.breaches: list[Breach] = []
         self.unequal: dict[str, float] = {}
         self.rows = wide_rows(evidence.queries, declared.k if declared else self.reference.k)
-        self.pipeline = self._pipeline(evidence.queries[self.rows])
+        self.pipeline = self.new_pipeline(evidence.queries[self.rows])
         self.observed = {n: t[self.rows] if GRAPH[n].query_side else t for n, t in evidence.stages.items()}
         self.scale: Tensor | None = None
         self.coarse: dict[str, Tensor] = {}
@@ -88,12 +87,13 @@ class Engine:
         self.known = torch.arange(evidence.entries) >= evidence.first_known
         self.page_notes: list[str] = []
         if evidence.pages is not None:
-            self._pages()
+            take_pages(self)
         elif set(KEY_STAGES) & set(self.observed):
             self.known = torch.arange(evidence.entries) >= evidence.start // WINDOW
-        self.base = self.recipe = declared or self._choose_base()
+        self.base = self.recipe = declared or choose_base(self)
 
-    def _pipeline(self, queries: Tensor, earlier: Tensor | None = None) -> Pipeline:
+    def new_pipeline(self, queries: Tensor, earlier: Tensor | None = None) -> Pipeline:
+        """A pipeline on the layer; `earlier` keys [n, D] stand before the call's own where it continues a stream."""
         e = self.evidence
         state = None
         if e.start:
@@ -107,98 +107,15 @@ class Engine:
             )
         return Pipeline(e.config, e.weights, e.x, e.qr, start=e.start, state=state, queries=queries)
 
-    def _pages(self) -> None:
-        """Judge the cache pages; the entries that are in order become the deployment's k_quant."""
-        e = self.evidence
-        report = read_pages(e, self.pipeline, self.declared or self.reference, self._foreign_keys)
-        self.notes += report.notes
-        for cause, value, where, entries in report.faults:
-            self.breaches.append(
-                Breach(
-                    stage="k_cache",
-                    cause=cause,
-                    failed=entries,
-                    rows=e.entries,
-                    where=where,
-                    field="pages",
-                    value=value,
-                )
-            )
-        first = e.start // WINDOW
-        if report.keys is None or bool((~report.known[max(first, e.first_known) :]).all()):
-            self.notes.append("pages are not used as keys")
-            return
-        self.other_keys = {name: keys[first:] for name, keys in report.others.items()}
-        if "k_quant" not in self.observed:
-            keys = torch.where(report.known[:, None], report.keys, 0.0)
-            self.observed["k_quant"] = keys[first:]
-            self.known = report.known
-            self.pipeline = self._pipeline(e.queries[self.rows], keys[:first])
-        else:
-            self.known = torch.arange(e.entries) >= first
-            self.other_keys[report.layout.name if report.layout else ""] = report.keys[first:]
-            self._reader(report)
-
-    def _reader(self, report: PageReport) -> None:
-        """Whether the keys that were observed are the pages', read in another layout."""
-        seen, first = self.observed["k_quant"].float(), self.evidence.start // WINDOW
-        assert report.keys is not None, "the caller has keys"
-        if distance(seen, report.keys[first:]).fits:
-            return
-        for name, keys in self.other_keys.items():
-            # absurd numbers agree as bits do
-            if bool(((seen == keys) | (seen.isnan() & keys.isnan())).float().mean() > 0.99):
-                where = f"pages are {report.layout.name if report.layout else ''} and were read as {name}"
-                self.breaches.append(
-                    Breach(
-                        stage="k_cache", cause="page_layout", failed=len(seen), rows=len(seen), where=where,
-                        field="pages", value=name,
-                    )
-                )  # fmt: skip
-                self.observed["k_quant"] = report.keys[first:]
-
-    def _foreign_keys(self) -> list[tuple[int, Tensor]]:
-        """Keys that other layers would have: of their own inputs where the trace has them, else of this layer's."""
-        e, found = self.evidence, []
-        for layer, weights in e.other_weights():
-            for x in [e.other_x[layer]] if layer in e.other_x else [e.x]:
-                pipeline = Pipeline(e.config, weights, x, e.qr, start=e.start, state=self.pipeline.call.state)
-                found += [(layer, pipeline.stage(self.reference, name).float()) for name in ("k_hadamard", "k_rope")]
-        return found
-
-    def _choose_base(self) -> Recipe:
-        """The reference, or the preset under which more of the observations hold as they are."""
-        if not self.observed:
-            return self.reference
-        pipeline = self.pipeline.narrowed(torch.arange(0, len(self.rows), max(1, len(self.rows) // 24)))
-        rows = torch.arange(0, len(self.rows), max(1, len(self.rows) // 24))
-        for name, tensor in self.observed.items():
-            pipeline.observe(name, tensor[rows] if GRAPH[name].query_side else tensor)
-        best, most = self.reference, -1
-        presets = [build(name, self.evidence.config) for name in ("reference", "bf16", *CHANGES)]
-        # rotating neither side is nobody's fault and says nothing about the rest
-        for recipe in (*presets, *(p.replace(hadamard=False) for p in presets if p.q_hadamard)):
-            held = 0
-            for stage, tensor in self.observed.items():
-                seen = tensor[rows] if GRAPH[stage].query_side else tensor
-                with pipeline.scratch():
-                    predicted = pipeline.stage(recipe, stage)
-                    found = self._distance(stage, seen, predicted)
-                same_type = torch.equal(seen.float(), predicted.float())
-                held += 2 * (found.equal and same_type) + found.equal + found.fits
-            if held > most:
-                best, most = recipe, held
-        return best
-
     # -- one observation -------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Work through all observations in pipeline order."""
         for stage in STAGES[:-1]:
             if stage == "gate":
-                self._gate()
+                judge_gate(self)
             elif stage in self.observed:
-                self._judge(stage, self.observed[stage])
+                self.judge(stage, self.observed[stage])
         if self.evidence.selected is not None:
             if self.evidence.foreign[0]:
                 self.notes.append("the selection holds entries of another request and is not compared further")
@@ -215,7 +132,8 @@ class Engine:
                 todo += [n for n in GRAPH[name].inputs if n not in self.pipeline.observed_names]
         return [name for name in GRAPH if name in found]
 
-    def _distance(self, stage: str, seen: Tensor, predicted: Tensor) -> Distance:
+    def compare(self, stage: str, seen: Tensor, predicted: Tensor) -> Distance:
+        """The distance of an observed stage, where it can be predicted."""
         if stage == "scores":
             return score_distance(seen, predicted, self.known)
         known = self._known_rows(stage)
@@ -239,28 +157,29 @@ class Engine:
     def _look(self, stage: str, rows: Tensor | None, seen: Tensor) -> Look:
         pipeline = self.pipeline if rows is None else self.pipeline.narrowed(rows)
         seen = seen if rows is None or not GRAPH[stage].query_side else seen[rows]
-        return StageLook(pipeline, stage, lambda predicted: self._distance(stage, seen, predicted))
+        return StageLook(pipeline, stage, lambda predicted: self.compare(stage, seen, predicted))
 
-    def _judge(self, stage: str, seen: Tensor) -> None:
+    def judge(self, stage: str, seen: Tensor) -> None:
+        """Compare one observed stage, explain the difference, and let what follows see what the deployment had."""
         predicted = self.pipeline.stage(self.recipe, stage)
         whole = seen
         if stage == "scores":
             seen, broken = without_gaps(seen, predicted, self.known)
             self.breaches += broken
-        base = self._distance(stage, seen, predicted)
+        base = self.compare(stage, seen, predicted)
         inside = self.inside(stage)
         fields = {f for name in inside for f in GRAPH[name].fields}
         self.unequal[stage] = base.differing / max(base.elements, 1)
         if not base.equal and self.recompute_coarse(stage, self._look(stage, None, seen), base):
             predicted = self.pipeline.stage(self.recipe, stage)
-            base = self._distance(stage, seen, predicted)
+            base = self.compare(stage, seen, predicted)
         if base.equal:
             self.pipeline.observe(stage, self._standing_in(stage, seen, predicted))
             self._note_coarse(stage, seen, predicted)
-        elif self._benign_scale(stage, seen, predicted):
+        elif benign_scale(self, stage, seen, predicted):
             self.pipeline.observe(stage, seen)
             self.unscaled[stage] = predicted
-        elif stage == "scores" and self._unscaled_scores(seen, base):
+        elif stage == "scores" and unscaled_scores(self, seen, base):
             pass
         else:
             rows = self.narrow(base.energy) if GRAPH[stage].query_side else None
@@ -276,30 +195,6 @@ class Engine:
             self.pipeline.observe(stage, whole)
         self.reached |= fields
 
-    def _unscaled_scores(self, seen: Tensor, base: Distance) -> bool:
-        """Whether scores follow from the queries and gates without the scale that was seen on them.
-
-        A scale that is no power of two moves the roundings in the scores, and nothing says on which side of them a
-        trace was taken. Where neither reading holds to the bit, a difference of rounding size is forgiven.
-        """
-        if self.scale is None:
-            return False
-        kept = {name: self.pipeline.seen(name) for name in self.unscaled if name in self.pipeline.observed_names}
-        for name in kept:
-            self.pipeline.observe(name, self.unscaled[name])
-        after = self._distance("scores", seen, self.pipeline.stage(self.recipe, "scores"))
-        visible = torch.where(seen > HIDDEN_SCORE, seen.float(), 0.0).double()
-        small = (FEW_ULPS**2) * float(visible.square().sum())
-        if after.fits:
-            self.pipeline.observe("scores", seen)
-            return True
-        for name, tensor in kept.items():
-            self.pipeline.observe(name, tensor)
-        if min(base.total, after.total) <= small:
-            self.pipeline.observe("scores", seen)
-            return True
-        return False
-
     def search(self, look: Look, stage: str, seen: Tensor, fields: set[str], within: Within) -> Found:
         """Arms in `fields` that explain what `look` sees under the present recipe.
 
@@ -311,33 +206,11 @@ class Engine:
             return more_arms(recipe, arm, self.evidence.config)
 
         def late() -> list[Arm]:
-            far.update(self._far_thetas(stage, fields, within))
+            pipeline, e = self.pipeline, self.evidence
+            far.update(theta_hints(stage, fields, within, self.recipe, pipeline.queries, e.entries, self.fewer()))
             return make_arms(self.recipe, fields & {"q_theta", "k_theta"}, self.evidence.config, far) if far else []
 
         return search(look, self.recipe, self.arms_of(stage, seen, fields, far), more, late, look(self.recipe))
-
-    def _far_thetas(self, stage: str, fields: set[str], within: Within) -> dict[str, list[Any]]:
-        """Thetas that scores or a selection suggest, by bare or full field name."""
-        if stage not in ("scores", "topk"):
-            return {}
-        queries, entries = self.pipeline.queries, WINDOW * torch.arange(self.evidence.entries)
-        selective = (queries + 1) // WINDOW > self.recipe.k
-        useful = selective if stage == "topk" else torch.ones_like(selective)
-
-        shortest, most = FIRST[stage]
-        rows = min(most, self.fewer())
-
-        def thetas(side: Side) -> list[float]:
-            return near_thetas(within, self.recipe, side, queries, entries, useful, shortest=shortest, most_rows=rows)
-
-        found: dict[str, list[Any]] = {}
-        open_sides: list[Side] = [side for side in _SIDES if f"{side}_theta" in fields]
-        if len(open_sides) == 2:
-            found["theta"] = thetas("both")
-        if not found.get("theta"):
-            for side in open_sides:
-                found[f"{side}_theta"] = thetas(side)
-        return {name: values for name, values in found.items() if values}
 
     def recompute_coarse(self, stage: str, look: Look, base: Distance) -> bool:
         """Whether `stage` follows from an earlier observation as it is, in a coarser type than the recipe's.
@@ -517,150 +390,9 @@ class Engine:
         rotated = getattr(recipe, f"{side}_hadamard") and not stage.endswith("rope")
         return rotation_hints(before, seen, positions, recipe, side, rotated=rotated, start=e.start)
 
-    # -- gates and scales ------------------------------------------------------------------------------------------
-
-    def _benign_scale(self, stage: str, seen: Tensor, predicted: Tensor) -> bool:
-        """Whether the stage is the predicted one times positive factors that change no selection."""
-        if stage not in ("q", "q_rope", "q_hadamard", "q_quant", "scores"):
-            return False
-        if stage == "scores":
-            scale = row_scale(seen, predicted, hidden=HIDDEN_SCORE)
-            if scale is None:
-                return False
-            self.notes.append("scores: each row times a positive factor, which changes no selection")
-            return True
-        scale = row_scale(seen, predicted)
-        if scale is None:
-            return False
-        by_token = bool((scale.amax(1) <= 1.01 * scale.amin(1)).all())
-        total = scale if self.scale is None else scale * self.scale
-        if not by_token and not self._folded(total):
-            return False
-        self.scale = total
-        self.notes.append(f"{stage}: queries times a positive scale, folded back into the gates or harmless")
-        return True
-
-    def _gates(self) -> list[Tensor]:
-        """The gates as they act on the observed queries, in every reading of what was observed."""
-        if "gate" in self.observed:
-            return [self.observed["gate"]]
-        if self.evidence.gate_folded is None:
-            return []
-        folded = self.evidence.gate_folded[self.rows]
-        readings = []
-        if self.evidence.q_scale is not None:
-            scale = self.evidence.q_scale[self.rows]
-            scale = scale if scale.shape[1] == folded.shape[1] else scale.mean(1, keepdim=True)
-            readings.append(folded / scale)
-        readings.append(folded)
-        with self.pipeline.scratch():
-            codes = self._query_scales()
-        return readings + ([folded / codes] if codes is not None else [])
-
-    def _query_scales(self) -> Tensor | None:
-        """The scale [rows, H] that the recipe's q format gives each query, where it gives one."""
-        from ..formats import quantise
-
-        fmt = self.recipe.q_format
-        if fmt is None or fmt.plain or fmt.block != self.evidence.config.index_head_dim:
-            return None
-        before = self.observed.get("q_hadamard")
-        if before is None:
-            before = self.pipeline.stage(self.recipe, "q_hadamard")
-        return quantise(before.float(), fmt)[1].squeeze(-1)
-
-    def _folded(self, scale: Tensor) -> bool:
-        """Whether some reading of the gates is the predicted gate divided by `scale`."""
-        predicted = self.pipeline.stage(self.recipe, "gate")
-        return any(distance(gate.float() * scale, predicted.float()).fits for gate in self._gates())
-
-    def _gate(self) -> None:
-        readings = self._gates()
-        if not readings:
-            if self.scale is not None:
-                predicted = self.pipeline.stage(self.recipe, "gate")
-                self.pipeline.observe("gate", predicted.float() / self.scale)
-                self.unscaled["gate"] = predicted
-            return
-        predicted = self.pipeline.stage(self.recipe, "gate")
-        if self.scale is not None:
-            for gate in readings:
-                if distance(gate.float() * self.scale, predicted.float()).fits:
-                    self.pipeline.observe("gate", gate)
-                    self.unscaled["gate"] = predicted
-                    self.reached |= {"round_gate", "round_gate_gemm"}
-                    return
-        gate = min(readings, key=lambda g: distance(g, predicted).total)
-        if gate is not self.observed.get("gate") and distance(gate, predicted).fits:
-            self.pipeline.observe("gate", gate)
-            self.reached |= {"round_gate", "round_gate_gemm"}
-            return
-        scale = row_scale(gate, predicted)
-        if scale is not None and not distance(gate, predicted).fits:
-            self.notes.append("gate: each row times a positive factor, which changes no selection")
-            self.pipeline.observe("gate", gate)
-            return
-        self.observed["gate"] = gate
-        self._judge("gate", gate)
-
     # -- the selection ---------------------------------------------------------------------------------------------
 
     def _select(self, selected: Tensor) -> None:
         from .selection import Selector
 
         Selector(self, selected).run()
-
-
-@dataclass(frozen=True, slots=True)
-class StageLook:
-    """Computes a stage under a recipe and compares it; what is computed is forgotten again unless held."""
-
-    pipeline: Pipeline
-    stage: str
-    compare: Callable[[Tensor], Distance]
-
-    def __call__(self, recipe: Recipe) -> Distance:
-        """The distance that is left."""
-        with self.pipeline.scratch():
-            return self.compare(self.pipeline.stage(recipe, self.stage))
-
-    def hold(self, recipe: Recipe) -> None:
-        """Keep the stages of this recipe."""
-        self.pipeline.stage(recipe, self.stage)
-
-
-def digits(tensor: Tensor) -> int:
-    """Digits of a tensor's type, the leading one counted."""
-    return {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}[tensor.dtype]
-
-
-def share(before: float, after: float) -> float:
-    """Share of `before` that is explained when `after` is left; 0 at least."""
-    return max(0.0, 1 - after / before) if before > 0 else 0.0
-
-
-def restored(recipe: Recipe, old: Recipe, arm: Arm) -> Recipe:
-    """The recipe with an arm's fields as they were."""
-    return recipe.replace(**{name: getattr(old, name) for name, _ in arm.changes})
-
-
-def wide_rows(queries: Tensor, k: int) -> Tensor:
-    """Indices of at most WIDE_ROWS query rows, three quarters of them such that selection matters, where there are.
-
-    Rows are drawn at random within equal strides, so that every remainder of the position by four occurs.
-    """
-    if len(queries) <= WIDE_ROWS:
-        return torch.arange(len(queries))
-    generator = torch.Generator().manual_seed(0)
-
-    def spread(rows: Tensor, count: int) -> Tensor:
-        if len(rows) <= count:
-            return rows
-        edges = torch.arange(count + 1) * len(rows) // count
-        inside = (torch.rand(count, generator=generator) * (edges[1:] - edges[:-1])).long()
-        return rows[edges[:-1] + inside]
-
-    selective = (queries + 1) // WINDOW > k
-    most, few = (torch.nonzero(mask).flatten() for mask in (selective, ~selective))
-    chosen = spread(few, WIDE_ROWS // 4)
-    return torch.cat((chosen, spread(most, WIDE_ROWS - len(chosen)))).sort().values

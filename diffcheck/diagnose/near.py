@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..recipe import Recipe
+from ..refimpl.compressor import WINDOW
 from .search import Look
 
 Side = Literal["both", "q", "k"]
+_SIDES: tuple[Side, ...] = ("q", "k")
 Within = Callable[[Tensor, Tensor], Look]
 """(query rows, bool [rows, E]: the entries of each that count) -> the distance that is left under a recipe."""
 _LOWEST, _HIGHEST = 5e2, 2e8
@@ -36,6 +38,35 @@ _STARTS = 2
 """Valleys of the first window that are looked into."""
 _LESS = 0.7
 """Share of the base's error that the best theta of the first window may leave."""
+
+
+def theta_hints(
+    stage: str, fields: set[str], within: Within, recipe: Recipe, queries: Tensor, entries: int, fewer: int
+) -> dict[str, list[Any]]:
+    """Thetas that scores or a selection suggest, by bare or full field name; nothing for other stages.
+
+    fields: recipe fields that are open. queries int64 [rows], token positions. fewer: query rows to compare at most.
+    """
+    if stage not in FIRST:
+        return {}
+    positions = WINDOW * torch.arange(entries)
+    selective = (queries + 1) // WINDOW > recipe.k
+    useful = selective if stage == "topk" else torch.ones_like(selective)
+    shortest, most = FIRST[stage]
+
+    def thetas(side: Side) -> list[float]:
+        return near_thetas(
+            within, recipe, side, queries, positions, useful, shortest=shortest, most_rows=min(most, fewer)
+        )
+
+    found: dict[str, list[Any]] = {}
+    open_sides: list[Side] = [side for side in _SIDES if f"{side}_theta" in fields]
+    if len(open_sides) == 2:
+        found["theta"] = thetas("both")
+    if not found.get("theta"):
+        for side in open_sides:
+            found[f"{side}_theta"] = thetas(side)
+    return {name: values for name, values in found.items() if values}
 
 
 def near_thetas(

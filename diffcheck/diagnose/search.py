@@ -85,9 +85,9 @@ def search(
     first = rank(look, recipe, arms_of(recipe), more_of, base.total)
     if not first or first[0].left > (1 - ENOUGH) * base.total:
         known = {ranked.arm.changes for ranked in first}
-        more = [arm for arm in late() if arm.changes not in known]
-        if more:
-            first = sorted([*first, *rank(look, recipe, more, more_of, base.total)], key=_left)
+        dear = [arm for arm in late() if arm.changes not in known]
+        if dear:
+            first = sorted([*first, *rank(look, recipe, dear, more_of, base.total)], key=_left)
     if not first:
         return found
     best, ranking = first[0], first

@@ -21,8 +21,9 @@ from ..recipe import STRUCTURE, Recipe, plain
 from ..refimpl.trace import STAGES
 from ..statistics import bootstrap, resampling_groups
 from .arms import MERGED, Arm, cause_of, shown
-from .engine import Engine, Hit, share
+from .engine import Engine, Hit
 from .locate import locate
+from .looks import share
 
 TOO_CLOSE = 0.005
 """Arms that explain this much less than the best are not told from it."""

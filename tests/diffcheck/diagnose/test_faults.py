@@ -52,6 +52,18 @@ def test_a_fault_is_named_first(geometries, tmp_path, fault):
     assert finding.sentence.startswith(f"layer {setup.layer}: first wrong stage {finding.stage} (")
 
 
+@pytest.mark.parametrize("evidence", ["scores", "topk"])
+def test_a_theta_in_no_list_at_a_long_text(tmp_path, evidence):
+    """Where all that is left is narrow valleys, close pairs of query and key lead to it."""
+    setup = HARNESS.trained(1501, 2)
+    path = tmp_path / "trace.safetensors"
+    recipe = Recipe.reference(setup.config).replace(theta=27500.0)
+    HARNESS.write(path, setup, recipe, EVIDENCE[evidence], rows=48)
+    (finding,) = diagnose(setup.checkpoint, path, recipe="reference").findings
+    assert (finding.cause, finding.field) == ("theta", "theta")
+    assert finding.value == pytest.approx(27500.0, rel=1e-3)
+
+
 @pytest.mark.parametrize("case", BENIGN, ids=lambda case: case.name)
 @pytest.mark.parametrize("evidence", ["all", "topk"])
 def test_what_is_harmless_is_not_flagged(geometries, tmp_path, case, evidence):
