@@ -43,14 +43,19 @@ _V41_KEYS = ("kv_source_layers", "index_source_layers", "candidate_source_layer"
 """V4.1's inference config has V4's spelling and no model_type; these keys tell it apart."""
 
 
+def load_json(path: Path, expected: str, unreadable: str = "") -> Any:
+    """What a JSON file holds. InputError for a missing file, which says what was `expected`, and for one not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file, expected {expected}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not readable as JSON ({error}){unreadable}") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Parse a file that must hold one JSON object; anything else is an InputError."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file, expected the checkpoint's config.json") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error})") from None
+    raw = load_json(path, "the checkpoint's config.json")
     if not isinstance(raw, dict):
         raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
     return raw

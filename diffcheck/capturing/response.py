@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from ..errors import InputError
 from ..refimpl import IndexerConfig, Trace
 from ..refimpl.compressor import WINDOW
+from ..refimpl.config_json import load_json
 
 FIELD = "indexer_topk"
 
@@ -47,12 +47,7 @@ def read_response(path: str | Path, config: IndexerConfig) -> Answer:
     of the request has.
     """
     path = Path(path)
-    try:
-        answer = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file, expected a server's JSON answer") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error})") from None
+    answer = load_json(path, "a server's JSON answer")
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
     encoded, info = _find(path, answer)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from ..errors import EnvironmentMissing, InputError
 from ..packages import present
+from ..refimpl.config_json import load_json
 
 TOKENISER_FILE = "tokenizer.json"
 
 
 def read_tokens(path: Path) -> list[int]:
     """The ids in a JSON file that holds one list of integers; InputError otherwise."""
-    try:
-        ids = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file, expected a JSON list of token ids") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error}), expected a list of token ids") from None
+    ids = load_json(path, "a JSON list of token ids", ", expected a list of token ids")
     if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
         raise InputError(f"{path}: expected a JSON list of token ids, at least one, all integers")
     return ids

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from diffcheck.refimpl import InputError
 from diffcheck.refimpl.config import CONFIG_FIELDS, INDEXER_RATIO
+from diffcheck.refimpl.config_json import read_json
 
 from .layer import Checkpoint
 from .names import GROUPS, canonical_name, expected_in_layer, is_mapped, split_layer
@@ -290,8 +291,7 @@ def _check_indexer(checkpoint: Checkpoint, layer: int, count: tuple[int, int], r
 
 
 def _routed_experts(checkpoint: Checkpoint) -> int | None:
-    raw = json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8"))
-    count = raw.get("n_routed_experts")
+    count = read_json(checkpoint.directory / "config.json").get("n_routed_experts")
     return count if isinstance(count, int) and 0 <= count <= 4096 else None
 
 

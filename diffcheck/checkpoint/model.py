@@ -78,10 +78,6 @@ class ModelCheckpoint:
             tensors |= {names[stored]: tensor for stored, tensor in read.items()}
         return tensors
 
-    def bytes_of(self, layer: int) -> int:
-        """Bytes of tensor data of a layer, from the headers."""
-        return sum(self.checkpoint.index.entry(place).nbytes for place in self._places[layer].values())
-
     def fingerprint(self) -> str:
         """A hash of config, tensor places, and the size and time of every shard; another checkpoint has another."""
         digest = hashlib.sha256((self.directory / "config.json").read_bytes())

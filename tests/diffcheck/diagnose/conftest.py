@@ -1,10 +1,12 @@
-"""The fault harnesses of fixtures/faults, which are scripts and not part of any package."""
+"""The command, and the fault harnesses of fixtures/faults, which are scripts and not part of any package."""
 
 import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
+
+from diffcheck.cli import main
 
 FAULTS = Path(__file__).parents[3] / "fixtures" / "faults"
 
@@ -43,3 +45,17 @@ def geometries(pipeline_faults, tmp_path_factory):
     """Two layers of different geometry, about half as many entries again as are selected."""
     directory = tmp_path_factory.mktemp("geometries")
     return {"trained": pipeline_faults.trained(440, 1), "made-up": pipeline_faults.made_up(directory, 642, 1)}
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Runs `diffcheck diagnose`: (exit code, stdout, stderr)."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["diffcheck", "diagnose", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out, err = capsys.readouterr()
+        return stop.value.code or 0, out, err
+
+    return call

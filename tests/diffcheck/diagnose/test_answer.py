@@ -4,7 +4,6 @@ import base64
 import io
 import json
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -12,23 +11,10 @@ import torch
 
 from diffcheck import Recipe, load_layer
 from diffcheck.capturing import capture_trace, load_text_inputs
-from diffcheck.cli import main
 from diffcheck.pipeline import Pipeline
 from diffcheck.refimpl import Trace, load_traces, save_traces
 
 TOKENS, PROMPT = 440, 420
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["diffcheck", "diagnose", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out, err = capsys.readouterr()
-        return stop.value.code or 0, out, err
-
-    return call
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,12 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from diffcheck import Recipe
-from diffcheck.cli import main
 from diffcheck.refimpl import Trace
 
 ROOT = Path(__file__).parents[3]
@@ -17,18 +15,6 @@ FIELDS = {
     "layer", "stage", "cause", "field", "value", "explained", "runner_up", "runner_up_explained", "rows",
     "undecidable_with",
 }  # fmt: skip
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["diffcheck", "diagnose", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out, err = capsys.readouterr()
-        return stop.value.code or 0, out, err
-
-    return call
 
 
 @pytest.fixture(scope="module")
