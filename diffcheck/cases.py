@@ -15,12 +15,14 @@ A recipe file adds a precision of its own:
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .digests import digest
 from .errors import InputError
 from .formats import Format
 from .presets import build
@@ -69,6 +71,11 @@ class Case:
     theta: ThetaSetting
     recipe: Recipe = field(repr=False)
     what_if: bool
+
+    @property
+    def key(self) -> str:
+        """Name of the case in a run directory; two cases with the same one have equal recipes."""
+        return f"{self.precision} {self.theta.label} {digest(json.dumps(self.recipe.to_json()))}"
 
 
 def build_cases(

@@ -21,7 +21,7 @@ from torch import Tensor
 from . import metrics, ranks
 from .inputs.source import Needle
 from .invariants import MEANING, check_selection
-from .mass import lost_mass
+from .mass import lost_mass, lost_shares
 from .pipeline import Pipeline
 from .recipe import Recipe
 from .refimpl import STAGES, Trace
@@ -97,7 +97,10 @@ def compare(pipeline: Pipeline, recipe: Recipe, deployed: Trace, targets: Target
         "discarded": None if rows.visible is None else 1 - t.k / rows.visible,
     }
     result |= _overlaps(selected, t.topk, t.scores, t)
-    result |= _interval(selected, t)
+    shares = None
+    if t.mass is not None:
+        shares = lost_shares(mass=t.mass, selected=selected, target_selected=t.topk, visible=t.visible, k=t.k)
+    result |= _rows(selected, t, shares)
     ideal = _overlaps(selected, t.ideal_topk, t.ideal_scores, t)
     result |= {f"{name}_ideal": value for name, value in ideal.items()}
     own = _overlaps(selected, emulated_topk, emulated_scores, t)
@@ -117,7 +120,7 @@ def compare(pipeline: Pipeline, recipe: Recipe, deployed: Trace, targets: Target
     ]
     result["misses"] = {"ties": lost.ties, "near_ties": lost.near_ties, "real": lost.real}
     result |= _needles(scores, selected, t)
-    result |= _mass(selected, pipeline.queries, t)
+    result |= _mass(pipeline.queries, shares)
     bins = ranks.survival(selected=selected, target_scores=t.scores, visible=t.visible, k=t.k)
     result["survival"] = [asdict(b) | {"p": metrics.finite(b.p)} for b in bins]
     result |= {
@@ -146,14 +149,24 @@ def _overlaps(selected: Tensor, target: Tensor, target_scores: Tensor, t: Target
     return asdict(plain) | asdict(tied)
 
 
-def _interval(selected: Tensor, t: Targets) -> dict[str, Any]:
-    """Bootstrap interval of the Jaccard with the reference; nothing where no row counts."""
+def _rows(selected: Tensor, t: Targets, shares: Tensor | None) -> dict[str, Any]:
+    """Metrics of each row that counts, and from them the interval of the Jaccard with the reference."""
     counted = metrics.counted_rows(t.visible, t.k)
     if not bool(counted.any()):
-        return {}
-    per_row = metrics.jaccards(selected=selected, target_selected=t.topk, entries=t.scores.shape[1])[counted]
-    interval = bootstrap(per_row.cpu().numpy(), groups=resampling_groups(len(per_row)))
-    return {"jaccard_ci": interval.ci if interval else None}
+        return {"rows": {}}
+    jaccard = metrics.jaccards(selected=selected, target_selected=t.topk, entries=t.scores.shape[1])[counted]
+    hits, _ = metrics.tied_hits(selected=selected, target_scores=t.scores, visible=t.visible, k=t.k)
+    interval = bootstrap(jaccard.cpu().numpy(), groups=resampling_groups(len(jaccard)))
+    hit = hits[counted].double()
+    rows = {"jaccard": _rounded(jaccard), "jaccard_tied": _rounded(hit / (2 * t.k - hit))}
+    if shares is not None:
+        rows["attention_mass_lost"] = _rounded(shares[counted])
+    return {"jaccard_ci": interval.ci if interval else None, "rows": rows}
+
+
+def _rounded(values: Tensor) -> list[float | None]:
+    """Short decimals, for a record that stays small; None for NaN."""
+    return [metrics.finite(float(f"{value:.4g}")) for value in values.tolist()]
 
 
 def _needles(scores: Tensor, selected: Tensor, t: Targets) -> dict[str, Any]:
@@ -180,11 +193,9 @@ def _needles(scores: Tensor, selected: Tensor, t: Targets) -> dict[str, Any]:
     }
 
 
-def _mass(selected: Tensor, queries: Tensor, t: Targets) -> dict[str, Any]:
+def _mass(queries: Tensor, shares: Tensor | None) -> dict[str, Any]:
     """Attention mass on dropped entries; None for a trace without it."""
-    lost = None
-    if t.mass is not None:
-        lost = lost_mass(mass=t.mass, selected=selected, target_selected=t.topk, visible=t.visible, k=t.k)
+    lost = None if shares is None else lost_mass(shares)
     return {
         "attention_mass_lost": lost and lost.mean,
         "attention_mass_lost_worst": lost and lost.worst,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from .metrics import check_rows, counted_rows, membership
@@ -24,8 +25,8 @@ class LostMass:
     rows: int
 
 
-def lost_mass(*, mass: Tensor, selected: Tensor, target_selected: Tensor, visible: Tensor, k: int) -> LostMass | None:
-    """Lost share of the rows that see more than k entries; None where no such row has its mass.
+def lost_shares(*, mass: Tensor, selected: Tensor, target_selected: Tensor, visible: Tensor, k: int) -> Tensor:
+    """Lost share of each row, fp64 [rows]; NaN in a row that sees at most k entries or has no mass.
 
     mass fp32 [rows, E], NaN throughout a row without it; selected, target_selected int [rows, any], -1 for none.
     """
@@ -33,10 +34,16 @@ def lost_mass(*, mass: Tensor, selected: Tensor, target_selected: Tensor, visibl
     check_rows(visible, target_selected)
     entries = mass.shape[1]
     dropped = membership(target_selected, entries) & ~membership(selected, entries)
-    share = mass.double().masked_fill(~dropped, 0).sum(1)
     known = counted_rows(visible, k) & mass[:, 0].isfinite()
+    return mass.double().masked_fill(~dropped, 0).sum(1).masked_fill(~known, torch.nan)
+
+
+def lost_mass(shares: Tensor) -> LostMass | None:
+    """Summarise `lost_shares`; None where no row has one."""
+    known = ~shares.isnan()
     if not known.any():
         return None
-    share = share.masked_fill(~known, -1.0)
-    worst = int(share.argmax())
-    return LostMass(mean=float(share[known].mean()), worst=float(share[worst]), worst_row=worst, rows=int(known.sum()))
+    worst = int(shares.masked_fill(~known, -1.0).argmax())
+    return LostMass(
+        mean=float(shares[known].mean()), worst=float(shares[worst]), worst_row=worst, rows=int(known.sum())
+    )

@@ -67,6 +67,7 @@ class Pipeline:
         self._key_cache: dict[Key, Tensor] = {}
         self._observed: dict[str, tuple[Tensor, Key]] = {}
         self._asked: set[tuple[str, Recipe, Recipe | None]] = set()
+        self._forgotten = 0
 
     @property
     def queries(self) -> Tensor:
@@ -110,6 +111,12 @@ class Pipeline:
             for cache, kept in before:
                 for key in [key for key in cache if key not in kept and key[0] not in INTERNAL]:
                     del cache[key]
+
+    def forget(self) -> None:
+        """Drop everything that was computed; what is asked for again is computed again."""
+        self._forgotten += len(self._cache) + len(self._key_cache)
+        self._cache.clear()
+        self._key_cache.clear()
 
     def stage(self, recipe: Recipe, name: str, given: Recipe | None = None) -> Tensor:
         """One stage of a recipe; with `given`, computed on that recipe's preceding stages instead of its own."""
@@ -161,7 +168,7 @@ class Pipeline:
 
     def savings(self) -> tuple[int, int]:
         """(stages that the recipes seen so far have, counting each stage of each recipe once; stages computed)."""
-        return len(self._asked), len(self._cache) + len(self._key_cache)
+        return len(self._asked), self._forgotten + len(self._cache) + len(self._key_cache)
 
 
 def evaluate(

@@ -71,6 +71,8 @@ def document(todo: Plan, outcome: Outcome, gates: list[GateResult]) -> dict[str,
             "seed": todo.options.seed,
             "needles": outcome.needles,
         },
+        "partial": outcome.partial,
+        "layers": outcome.layers,
         "notes": todo.notes + outcome.notes,
         "recipes": recipes,
         "cases": outcome.cases,
@@ -101,11 +103,14 @@ def render(console: Console, todo: Plan, outcome: Outcome, gates: list[GateResul
         console.print(line, highlight=False)
     for line in step_lines(outcome):
         console.print(line, highlight=False)
+    for case in outcome.failed:
+        where = f"layer {case['layer']} {case['precision']} theta {case['theta_setting']}"
+        console.print(f"FAILED: {where}: {case['reason']}", highlight=False, markup=False)
     for record in outcome.probes:
         console.print(f"probe: {describe(record)}", highlight=False)
     saved = outcome.stages_asked - outcome.stages_computed
     console.print(
-        f"{len(outcome.cases)} cases in {outcome.seconds:.1f} s; {saved} of {outcome.stages_asked} stage evaluations "
+        f"{'interrupted: ' if outcome.partial else ''}{len(outcome.cases)} cases in {outcome.seconds:.1f} s; {saved} of {outcome.stages_asked} stage evaluations "
         "were shared.",
         highlight=False,
     )
@@ -152,13 +157,20 @@ def _table(outcome: Outcome, width: int) -> Table:
     return table
 
 
-_STYLES = {"kernel": "bold red", "config": "yellow", "same": "green", "vacuous": "dim", "refused": "dim"}
+_STYLES = {
+    "kernel": "bold red",
+    "config": "yellow",
+    "same": "green",
+    "vacuous": "dim",
+    "refused": "dim",
+    "failed": "bold red",
+}
 
 
 def _row(case: dict[str, Any]) -> list[str]:
     head = [str(case["layer"]), case["precision"], case["theta_setting"]]
-    if case["verdict"] == "refused":
-        return [*head, *[""] * 14, "-", "refused"]
+    if case["verdict"] in ("refused", "failed"):
+        return [*head, *[""] * 14, "-", case["verdict"]]
     needles = case["needles"]
     ranks = [case["needle_rank_reference_median"], case["needle_rank_median"]]
     return [
@@ -204,7 +216,8 @@ def summary(todo: Plan, outcome: Outcome) -> list[str]:
     for setting in dict.fromkeys(case.theta.label for case in todo.cases if case.what_if):
         first = todo.cases[0].precision
         records = [r for r in outcome.cases if r["theta_setting"] == setting and r["precision"] == first]
-        lines.append(f"what if theta were {setting} ({first}): {_words(records, k)}")
+        if records:
+            lines.append(f"what if theta were {setting} ({first}): {_words(records, k)}")
     return lines
 
 
@@ -241,7 +254,10 @@ def _badness(step: dict[str, Any]) -> float:
 
 def _words(records: list[dict[str, Any]], k: int) -> str:
     refused = [r for r in records if r["verdict"] == "refused"]
-    measured = [r for r in records if r["verdict"] not in ("refused", "vacuous")]
+    failed = [r for r in records if r["verdict"] == "failed"]
+    measured = [r for r in records if r["verdict"] not in ("refused", "vacuous", "failed")]
+    if failed and not measured:
+        return f"failed: {failed[0]['reason']}."
     if refused and not measured:
         return f"refused by {refused[0]['backend']}: {refused[0]['reason']}."
     if not measured:

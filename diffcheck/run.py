@@ -3,6 +3,10 @@
 `plan` does everything that can fail on bad input (names, layers, gates, trace shapes, tensors' headers) and reads no
 weight; `execute` then goes through the layers. Per layer one pipeline serves all cases, so a precision or a theta
 costs only the stages that it changes.
+
+A case that runs out of memory is tried once more with nothing else in memory, and then recorded as failed. With a
+journal every finished case is kept as soon as it is done, and what the journal has already is not run again. An
+interrupt ends `execute` early with what is finished.
 """
 
 from __future__ import annotations
@@ -20,9 +24,13 @@ from .backends import Backend, Chain, find_backend
 from .cases import DEFAULT_PRECISIONS, DEFAULT_THETAS, Case, build_cases
 from .checkpoint.layer import Checkpoint
 from .compare import Targets, compare
+from .digests import tensor_digest
 from .errors import EnvironmentMissing, InputError
+from .exhausted import out_of_memory, release
 from .inputs.source import LayerInputs, choose_queries, load_inputs
 from .inputs.synthetic import check_needle_options, synthetic_inputs
+from .journal import Journal
+from .metrics import counted_rows
 from .pipeline import Pipeline
 from .probes import probe_topk
 from .recipe import Recipe, plain
@@ -65,6 +73,8 @@ class Plan:
     device: str
     backend: Backend | None
     inputs: dict[int, LayerInputs] | None
+    trace: Path | None = None
+    """Where the inputs are from, None for made-up ones."""
     length: int
     source: str
     notes: list[str]
@@ -129,7 +139,7 @@ def plan(options: Options) -> Plan:
     bytes_to_read = sum(checkpoint.bytes_needed(layer) for layer in layers)
     return Plan(
         options=options, checkpoint=checkpoint, layers=layers, cases=cases, device=device, backend=backend,
-        inputs=inputs, length=length, source=source, notes=notes, bytes_to_read=bytes_to_read,
+        inputs=inputs, trace=trace, length=length, source=source, notes=notes, bytes_to_read=bytes_to_read,
     )  # fmt: skip
 
 
@@ -153,6 +163,15 @@ class Outcome:
     needles: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     probes: list[dict[str, Any]] = field(default_factory=list)
+    layers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What the cases of a layer share: digests of its weights and inputs, and the positions of the rows that count."""
+    partial: bool = False
+    """Interrupted: cases are missing."""
+
+    @property
+    def failed(self) -> list[dict[str, Any]]:
+        """The cases that could not be measured here."""
+        return [case for case in self.cases if case["verdict"] == "failed"]
 
 
 class Progress(Protocol):
@@ -165,18 +184,28 @@ class Progress(Protocol):
         """One more case is done."""
 
 
-def execute(todo: Plan, progress: Progress) -> Outcome:
-    """Run all cases of a plan."""
+def execute(todo: Plan, progress: Progress, journal: Journal | None = None) -> Outcome:
+    """Run all cases of a plan, but those that the journal has; a KeyboardInterrupt makes the outcome partial."""
     outcome, began = Outcome(), time.perf_counter()
-    for layer in todo.layers:
-        progress.doing(f"layer {layer}: inputs and reference")
-        for record in _run_layer(todo, layer, outcome):
-            outcome.cases.append(record)
-            progress.done(f"layer {layer} {record['precision']} theta {record['theta_setting']}: {record['verdict']}")
-    if todo.device == "cuda" and isinstance(todo.backend, Chain):
-        outcome.probes = _probe(todo, todo.backend)
+    try:
+        for layer in todo.layers:
+            for record in _run_layer(todo, layer, outcome, progress, journal):
+                outcome.cases.append(record)
+        if todo.device == "cuda" and isinstance(todo.backend, Chain):
+            outcome.probes = _probe(todo, todo.backend)
+    except KeyboardInterrupt:
+        outcome.partial = True
     outcome.seconds = time.perf_counter() - began
     return outcome
+
+
+def kept(todo: Plan, journal: Journal) -> int:
+    """How many of the plan's cases a journal has."""
+    return sum(_key(layer, case) in journal.records for layer in todo.layers for case in todo.cases)
+
+
+def _key(layer: int, case: Case) -> str:
+    return f"layer {layer} {case.key}"
 
 
 def _probe(todo: Plan, chain: Chain) -> list[dict[str, Any]]:
@@ -189,7 +218,57 @@ def _probe(todo: Plan, chain: Chain) -> list[dict[str, Any]]:
     return [] if kernels.name == "emulated" else probe_topk(kernels, config.index_topk, todo.device)
 
 
-def _run_layer(todo: Plan, layer: int, outcome: Outcome) -> Iterator[dict[str, Any]]:
+def _run_layer(
+    todo: Plan, layer: int, outcome: Outcome, progress: Progress, journal: Journal | None
+) -> Iterator[dict[str, Any]]:
+    """Records of a layer's cases in order; those of the journal as they are."""
+    found = {} if journal is None else journal.records
+    shared = f"layer {layer}"
+    if shared in found and all(_key(layer, case) in found for case in todo.cases):
+        _share(outcome, layer, found[shared])
+        yield from (found[_key(layer, case)] for case in todo.cases)
+        return
+    progress.doing(f"layer {layer}: inputs and reference")
+    reason = None
+    try:
+        pipeline, targets, common = _set_up(todo, layer)
+    except (MemoryError, RuntimeError) as error:
+        reason = out_of_memory(error)
+        if reason is None:
+            raise
+    if reason is None:
+        _share(outcome, layer, common)
+        if journal is not None and shared not in found:
+            journal.append(shared, common)
+    for case in todo.cases:
+        key = _key(layer, case)
+        if key in found:
+            yield found[key]
+            continue
+        if reason is None:
+            record = _survive(todo, layer, case, pipeline, targets)
+        else:
+            record = _describe(todo, layer, case) | _failed(f"the reference ran {reason}")
+        if journal is not None and record["verdict"] != "failed":
+            journal.append(key, record)
+        yield record
+        progress.done(f"layer {layer} {record['precision']} theta {record['theta_setting']}: {record['verdict']}")
+    if reason is None:
+        asked, computed = pipeline.savings()
+        outcome.stages_asked += asked
+        outcome.stages_computed += computed
+    else:
+        release()
+
+
+def _share(outcome: Outcome, layer: int, common: dict[str, Any]) -> None:
+    outcome.layers[layer] = {name: common[name] for name in ("weights", "inputs", "rows")}
+    outcome.needles[layer] = common["needles"]
+    outcome.notes += common["notes"]
+
+
+def _set_up(todo: Plan, layer: int) -> tuple[Pipeline, Targets, dict[str, Any]]:
+    """The pipeline and targets of a layer, and what its cases share, as plain values."""
     config, device = todo.checkpoint.config, todo.device
     weights = todo.checkpoint.load(layer)
     if todo.inputs is not None:
@@ -213,17 +292,45 @@ def _run_layer(todo: Plan, layer: int, outcome: Outcome) -> Iterator[dict[str, A
     pipeline = Pipeline(
         config, weights.to(device), inputs.x.to(device), inputs.qr.to(device), queries=queries.to(device)
     )
-    outcome.needles[layer] = [
-        {"query": n.query, "first_token": n.first_token, "last_token": n.last_token} for n in inputs.needles
-    ]
-    if todo.inputs is None:  # notes on a trace are in the plan
-        outcome.notes += [f"layer {layer}: {note}" for note in inputs.notes]
     targets = Targets.of(pipeline, inputs.needles, mass)
-    for case in todo.cases:
-        yield _run_case(todo, layer, case, pipeline, targets)
-    asked, computed = pipeline.savings()
-    outcome.stages_asked += asked
-    outcome.stages_computed += computed
+    common = {
+        "weights": tensor_digest(*(getattr(weights, name) for name in weights.__dataclass_fields__)),
+        "inputs": made_up(todo) if todo.inputs is None else tensor_digest(inputs.x, inputs.qr),
+        "rows": pipeline.queries[counted_rows(targets.visible, targets.k)].tolist(),
+        "needles": [
+            {"query": n.query, "first_token": n.first_token, "last_token": n.last_token} for n in inputs.needles
+        ],
+        # notes on a trace are in the plan
+        "notes": [] if todo.inputs is not None else [f"layer {layer}: {note}" for note in inputs.notes],
+    }
+    return pipeline, targets, common
+
+
+def made_up(todo: Plan) -> str:
+    """What decides made-up hidden states; their last bits may differ between machines."""
+    o = todo.options
+    return f"made-up, {todo.length} tokens, seed {o.seed}, needle depth {o.needle_depth}, strength {o.needle_strength}"
+
+
+def _survive(todo: Plan, layer: int, case: Case, pipeline: Pipeline, targets: Targets) -> dict[str, Any]:
+    """The case's record; a failed one where even an empty memory is too small for it."""
+    reason = None
+    for _ in range(2):
+        try:
+            return _run_case(todo, layer, case, pipeline, targets)
+        except (MemoryError, RuntimeError) as error:
+            reason = out_of_memory(error)
+            if reason is None:
+                raise
+        # outside the handler, whose traceback holds the frames and so their tensors
+        pipeline.forget()
+        release()
+    assert reason is not None, "a case either returns or runs out of memory"
+    return _describe(todo, layer, case) | _failed(reason)
+
+
+def _failed(reason: str) -> dict[str, Any]:
+    return {"verdict": "failed", "reason": reason, "nonfinite": []}
 
 
 def _rows(inputs: LayerInputs, k: int, todo: Plan, must: list[int]) -> tuple[Tensor, Tensor | None]:
@@ -244,20 +351,26 @@ def _rows(inputs: LayerInputs, k: int, todo: Plan, must: list[int]) -> tuple[Ten
     return queries, mass
 
 
-def _run_case(todo: Plan, layer: int, case: Case, pipeline: Pipeline, targets: Targets) -> dict[str, Any]:
-    began, recipe = time.perf_counter(), case.recipe
-    backend = todo.backend or automatic_backend(recipe, todo)
-    record: dict[str, Any] = {
+def _describe(todo: Plan, layer: int, case: Case) -> dict[str, Any]:
+    """What a case is, before anything is measured."""
+    recipe = case.recipe
+    return {
         "layer": layer,
         "precision": case.precision,
         "theta": recipe.k_theta,
         "theta_setting": case.theta.label,
         "what_if": case.what_if,
-        "backend": backend.name,
+        "backend": (todo.backend or automatic_backend(recipe, todo)).name,
         "length": todo.length,
         "k": recipe.k,
         "replaced": {n: plain(v) for n, v in recipe.differences(Recipe.reference(todo.checkpoint.config)).items()},
     }
+
+
+def _run_case(todo: Plan, layer: int, case: Case, pipeline: Pipeline, targets: Targets) -> dict[str, Any]:
+    began, recipe = time.perf_counter(), case.recipe
+    backend = todo.backend or automatic_backend(recipe, todo)
+    record = _describe(todo, layer, case)
     reason = backend.refusal(recipe, todo.checkpoint.config)
     if reason:
         return record | {"verdict": "refused", "reason": reason, "nonfinite": []}

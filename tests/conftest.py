@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -65,3 +66,18 @@ def numpy_layer():
 def mini() -> Path:
     """The trained miniature checkpoint with its trace."""
     return Path(__file__).parent.parent / "fixtures" / "mini-v4"
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    """Runs the command line in this process; returns (exit code, stdout, stderr)."""
+    from diffcheck.cli import main
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["diffcheck", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out, err = capsys.readouterr()
+        return stop.value.code or 0, out, err
+
+    return call

@@ -131,7 +131,7 @@ def _key(model: ModelCheckpoint, ids: Tensor, wanted: Captured) -> dict[str, str
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
     return {
-        "checkpoint": model.fingerprint(),
+        "checkpoint": model.checkpoint.fingerprint(),
         "text": digest(ids.tolist()),
         "layers": ",".join(map(str, wanted.layers)),
         "query rows": digest(wanted.queries.tolist()),

@@ -16,6 +16,7 @@ recognises an e8m0 byte that was copied as a number (112.0 for 2^-15).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,17 @@ class Checkpoint:
         self.indexer_layers = self.config.indexer_layers
         self.present_layers = tuple(n for n in self.indexer_layers if self._held(n))
         self.absent_layers = tuple(n for n in self.indexer_layers if n not in self.present_layers)
+
+    def fingerprint(self) -> str:
+        """A hash of config, tensor places, and the size and time of every shard; another checkpoint has another."""
+        found = hashlib.sha256((self.directory / "config.json").read_bytes())
+        found.update(repr(sorted(self.index.locations.items())).encode())
+        for file in self.index.files:
+            path = self.directory / file
+            if path.exists():
+                status = path.stat()
+                found.update(f"{file} {status.st_size} {status.st_mtime_ns}".encode())
+        return found.hexdigest()
 
     def _held(self, layer: int) -> list[str]:
         return [field for field in INDEXER_TENSORS if layer_name(layer, field) in self.index.locations]

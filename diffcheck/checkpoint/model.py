@@ -5,7 +5,6 @@ Ranks of DeepSeek's converter are refused: experts, heads and vocabulary are spr
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from pathlib import Path
@@ -77,18 +76,6 @@ class ModelCheckpoint:
             read = read_tensors(self.directory / file, names)
             tensors |= {names[stored]: tensor for stored, tensor in read.items()}
         return tensors
-
-    def fingerprint(self) -> str:
-        """A hash of config, tensor places, and the size and time of every shard; another checkpoint has another."""
-        digest = hashlib.sha256((self.directory / "config.json").read_bytes())
-        for layer in sorted(self._places, key=lambda n: -1 if n is None else n):
-            digest.update(repr(sorted(self._places[layer].items(), key=str)).encode())
-        for file in self.checkpoint.index.files:
-            path = self.directory / file
-            if path.exists():
-                status = path.stat()
-                digest.update(f"{file} {status.st_size} {status.st_mtime_ns}".encode())
-        return digest.hexdigest()
 
 
 def open_model(path: str | Path, layers: Sequence[int] | None = None) -> ModelCheckpoint:

@@ -10,7 +10,7 @@ import typer
 
 from ..errors import InputError
 from .options import Checkpoint, Device, Layers, Measured, Precisions, RecipeFiles, Thetas, layer_numbers, split
-from .output import Steps, check_writable, say, stdout, write_json
+from .output import check_writable, say, stdout, write_json
 
 
 def _print_presets(wanted: bool) -> None:
@@ -43,8 +43,9 @@ def run(
         str, typer.Option(help="With a text: model (forward pass), or embedding, a cheap PROXY.")
     ] = "model",
     run_dir: Annotated[
-        Path | None, typer.Option(help="With a text: keeps finished layers and the trace; an interrupted run resumes.")
+        Path | None, typer.Option(help="Keeps each finished case (with a text, layer too) as soon as it is done.")
     ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what --run-dir holds of this run.")] = False,
     needle_depth: Annotated[float | None, typer.Option(help="Depth of a planted needle, 0 to 1.")] = None,
     needle_strength: Annotated[float | None, typer.Option(help="0 marginal, 1 strong, negative lost.")] = None,
     device: Device = "auto",
@@ -63,7 +64,8 @@ def run(
     """Compare the reference indexer with deployment recipes, layer by layer."""
     from ..gates import Gate
     from ..report import document, render
-    from ..run import Options, execute, plan
+    from ..run import Options, plan
+    from .running import measure
 
     options = Options(
         checkpoint=checkpoint, layers=layer_numbers(layers), precisions=split(precision), thetas=split(theta),
@@ -73,13 +75,16 @@ def run(
     )  # fmt: skip
     gates = [Gate.parse(condition) for condition in gate or []]
     console = stdout()
+    from_text = None
     if text is not None or tokens is not None:
-        from ..capturing.run import inputs_from_text
+        from ..capturing.run import read_text_run
 
-        options = inputs_from_text(options, text=text, tokens=tokens, kind=inputs, run_dir=run_dir, dry_run=dry_run)
-    elif run_dir is not None or inputs != "model":
-        raise InputError("--run-dir and --inputs belong to --text or --tokens")
-    todo = plan(options)
+        from_text = read_text_run(options, text=text, tokens=tokens, kind=inputs)
+    elif inputs != "model":
+        raise InputError("--inputs belongs to --text or --tokens")
+    if resume and run_dir is None:
+        raise InputError("--resume goes on with a run directory, expected --run-dir DIR")
+    todo = plan(options if from_text is None else from_text.planned)
     if dry_run:
         from ..estimate import render_plan
 
@@ -87,14 +92,15 @@ def run(
         return
     if json_file is not None:
         check_writable(json_file)
-    with Steps(len(todo.layers) * len(todo.cases)) as steps:
-        outcome = execute(todo, steps)
+    todo, outcome = measure(todo, from_text, run_dir, resume=resume)
     results = [g.check(outcome.cases + outcome.probes, what_if=gate_what_if) for g in gates]
     render(console, todo, outcome, results)
     if json_file is not None:
         write_json(json_file, document(todo, outcome, results))
         console.print(f"wrote {json_file}", highlight=False)
-    if not all(result.passed for result in results):
+    if outcome.partial:
+        raise KeyboardInterrupt
+    if outcome.failed or not all(result.passed for result in results):
         raise typer.Exit(1)
 
 

@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-from diffcheck.cli import main
 from diffcheck.gates import NUMERIC_FIELDS
 from diffcheck.refimpl import Trace, save_traces
 
@@ -42,20 +41,6 @@ CASE_FIELDS = [
     "bytes_per_entry",
     "verdict",
 ]
-
-
-@pytest.fixture
-def cli(monkeypatch, capsys):
-    """Runs the command line in this process; returns (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["diffcheck", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out, err = capsys.readouterr()
-        return stop.value.code or 0, out, err
-
-    return call
 
 
 def one_line_error(result, *parts, code=2):
@@ -318,9 +303,13 @@ def test_capture_then_run(cli, mini, tmp_path):
     assert first["attention_mass_lost"] > 0
     assert second["inputs"]["proxy"] is False
     assert (tmp_path / "kept" / "trace.safetensors").is_file()
-    assert cli("run", *options, "--tokens", ids, "--run-dir", tmp_path / "kept", *what)[2].startswith(
-        "layers 0 to 2 are"
-    )
+    again = ["run", *options, "--tokens", ids, "--run-dir", tmp_path / "kept", *what]
+    one_line_error(cli(*again), "holds 2 records, expected --resume or an empty directory")
+    code, printed, err = cli(*again, "--resume")
+    assert code == 0
+    assert err.startswith("layers 0 to 2 are")
+    assert "1 of 1 cases are done" in err
+    assert json.loads(out.read_text())["cases"] == second["cases"], "not even the seconds are new"
 
 
 def test_a_proxy_says_so_everywhere(cli, mini, tmp_path):
@@ -347,8 +336,8 @@ def test_a_proxy_says_so_everywhere(cli, mini, tmp_path):
         (["run", "--tokens", "none.json"], "none.json: no such file"),
         (["run", "--tokens", "none.json", "--length", "300"], "--text and --tokens exclude"),
         (["run", "--text", "none.txt", "--needle-depth", "0.5"], "plant into made-up inputs"),
-        (["run", "--inputs", "embedding"], "belong to --text or --tokens"),
-        (["run", "--run-dir", "x"], "belong to --text or --tokens"),
+        (["run", "--inputs", "embedding"], "belongs to --text or --tokens"),
+        (["run", "--resume"], "expected --run-dir DIR"),
         (["capture", "--out", "x"], "expected one of --text FILE and --tokens"),
         (["capture", "--out", "x", "--tokens", "t", "--inputs", "guess"], "--inputs: 'guess', expected model or"),
         (["capture", "--out", "x", "--tokens", "t", "--stages", "q,w"], "--stages: 'w', expected all or some of q,"),
