@@ -1,16 +1,21 @@
 """Gates: conditions on case fields that decide the exit code, e.g. `jaccard_kernel>=0.999`.
 
-A gate names any numeric field of a case. No gate is on by default. What-if cases (a theta that is not the
-checkpoint's) count only when asked for. A case without a value for the field (a vacuous case, no needles) does not
-count; a gate that found nothing to measure fails, because a check that checked nothing must not pass. Probes of a
-selection kernel have the field topk_wrong_rows and count at a gate on it.
+A gate names any numeric field of a case. What-if cases (a theta that is not the checkpoint's) count only when asked
+for. A case without a value for the field (a vacuous case, no needles) does not count; a gate that found nothing to
+measure fails, because a check that checked nothing must not pass, and so does every gate on a case that failed. Probes
+of a selection kernel have the field topk_wrong_rows and count at a gate on it.
+
+Which gates apply to a case is the matter of `gate_rules`.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
 from .errors import InputError
@@ -29,6 +34,10 @@ NUMERIC_FIELDS = (
 )  # fmt: skip
 
 
+DEFAULT_GATES: tuple[str, ...] = ()
+"""Gates of every run unless a file or the command line has another one on the same field; none so far."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
     """One condition; `text` as the user wrote it."""
@@ -39,53 +48,95 @@ class Gate:
     bound: float
 
     @staticmethod
-    def parse(text: str) -> Gate:
-        """Parse FIELD OP NUMBER; InputError for another syntax or a field that no case has."""
+    def parse(text: str, *, where: str = "--gate") -> Gate:
+        """Parse FIELD OP NUMBER; InputError for another syntax or a field that no case has. `where` names the place."""
         match = _SYNTAX.fullmatch(text)
         try:
             if match is None:
                 raise ValueError
             bound = float(match[3])
         except ValueError:
-            raise InputError(f"--gate: {text!r}, expected FIELD OP NUMBER such as jaccard_kernel>=0.999") from None
+            raise InputError(f"{where}: {text!r}, expected FIELD OP NUMBER such as jaccard_kernel>=0.999") from None
         if match[1] not in NUMERIC_FIELDS:
-            raise InputError(f"--gate: unknown field {match[1]!r}, expected one of {', '.join(NUMERIC_FIELDS)}")
+            raise InputError(f"{where}: unknown field {match[1]!r}, expected one of {', '.join(NUMERIC_FIELDS)}")
         return Gate(text=text, field=match[1], symbol=match[2], bound=bound)
 
-    def check(self, cases: list[dict[str, Any]], *, what_if: bool) -> GateResult:
-        """Check all cases (and probes) that count; a list (several needles) must hold in every element."""
+    def replaces(self, other: Gate) -> bool:
+        """Whether both bound the same field from the same side, so that only one of them can be meant."""
+        sides = {self.symbol[0], other.symbol[0]}
+        return self.field == other.field and (len(sides) == 1 or "=" in sides)
+
+    def check(self, cases: Sequence[dict[str, Any]], source: str) -> GateResult:
+        """Check these cases (and probes); a list (several needles) must hold in every element."""
         failed, measured = [], 0
+        seen: list[float] = []
+        passable = True
         for case in cases:
-            if case.get("what_if") and not what_if:
-                continue
             if case.get("verdict") == "refused":
                 continue
             if "probe" in case:
                 name = f"probe of {case['backend']}, {case['entries']} entries"
             else:
                 name = f"layer {case['layer']} {case['precision']} theta {case['theta_setting']}"
+            if case.get("verdict") == "failed":
+                failed.append(f"{name}: {case['reason']}")
+                passable = False
+                continue
             if self.field in case.get("nonfinite", ()):
                 measured += 1
                 failed.append(f"{name}: {self.field} is NaN or inf")
+                passable = False
                 continue
             value = case.get(self.field)
             values = [v for v in (value if isinstance(value, list) else [value]) if v is not None]
             measured += bool(values)
+            seen += values
             if not all(_OPERATORS[self.symbol](v, self.bound) for v in values):
                 worst = min(values) if self.symbol.startswith(">") else max(values)
                 failed.append(f"{name}: {self.field} {worst:.6g}")
-        return GateResult(gate=self.text, measured=measured, failed=failed)
+        passing = self._passing(seen) if failed and passable else None
+        return GateResult(gate=self.text, source=source, measured=measured, failed=failed, passing=passing)
+
+    def _passing(self, values: list[float]) -> str | None:
+        """The tightest gate of this kind, to four digits, that all values pass."""
+        if self.symbol == "==":
+            return f"{self.field}=={values[0]!r}" if len(set(values)) == 1 else None
+        if self.symbol.startswith(">"):
+            return f"{self.field}>={_short(min(values), ROUND_FLOOR)}"
+        return f"{self.field}<={_short(max(values), ROUND_CEILING)}"
+
+
+def _short(value: float, rounding: str) -> str:
+    """A value to four digits, or exactly if it is a whole number, rounded to one side."""
+    if math.isfinite(value) and value == int(value):
+        return str(int(value))
+    return format(Context(prec=4, rounding=rounding).create_decimal(Decimal(value)).normalize(), "g")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateResult:
-    """How many cases a gate was measured on, and the ones that failed with their value."""
+    """How many cases a gate was measured on, and the ones that failed with their value.
+
+    source: where the gate comes from. passing: for a failed gate, the one that would have passed, if one exists.
+    """
 
     gate: str
+    source: str
     measured: int
     failed: list[str]
+    passing: str | None
 
     @property
     def passed(self) -> bool:
         """True when at least one case was measured and none failed."""
         return self.measured > 0 and not self.failed
+
+    @property
+    def words(self) -> str:
+        """One line: what was asked, and what came out."""
+        if self.passed:
+            return f"gate {self.gate}: passed ({self.measured} cases)"
+        if not self.measured and not self.failed:
+            return f"gate {self.gate}: FAILED: nothing was measured ({self.source})"
+        would = "" if self.passing is None else f"; {self.passing} would have passed"
+        return f"gate {self.gate}: FAILED ({self.measured} cases, {self.source}{would})"

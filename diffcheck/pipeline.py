@@ -168,7 +168,8 @@ class Pipeline:
 
     def savings(self) -> tuple[int, int]:
         """(stages that the recipes seen so far have, counting each stage of each recipe once; stages computed)."""
-        return len(self._asked), self._forgotten + len(self._cache) + len(self._key_cache)
+        computed = self._forgotten + len(self._cache) + len(self._key_cache)
+        return len(self._asked), min(len(self._asked), computed)
 
 
 def evaluate(

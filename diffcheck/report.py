@@ -109,9 +109,10 @@ def render(console: Console, todo: Plan, outcome: Outcome, gates: list[GateResul
     for record in outcome.probes:
         console.print(f"probe: {describe(record)}", highlight=False)
     saved = outcome.stages_asked - outcome.stages_computed
+    interrupted = "interrupted: " if outcome.partial else ""
     console.print(
-        f"{'interrupted: ' if outcome.partial else ''}{len(outcome.cases)} cases in {outcome.seconds:.1f} s; {saved} of {outcome.stages_asked} stage evaluations "
-        "were shared.",
+        f"{interrupted}{len(outcome.cases)} cases in {outcome.seconds:.1f} s; {saved} of {outcome.stages_asked} stage "
+        "evaluations were shared.",
         highlight=False,
     )
     for gate in gates:

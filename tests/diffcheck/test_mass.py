@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diffcheck import mass as mass_module
 from diffcheck.cli import app
 from diffcheck.errors import InputError
 from diffcheck.inputs.source import choose_queries, load_inputs
-from diffcheck import mass as mass_module
 from diffcheck.refimpl import IndexerConfig, Trace, save_traces
 
 MASS = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4], [1.0, 0.0, 0.0, 0.0]])
