@@ -54,7 +54,8 @@ class Gate:
 
     def check(self, cases: list[dict[str, Any]], *, what_if: bool) -> GateResult:
         """Check all cases (and probes) that count; a list (several needles) must hold in every element."""
-        failed, measured = [], 0
+        failed: list[str] = []
+        checked: list[dict[str, Any]] = []
         for case in cases:
             if case.get("what_if") and not what_if:
                 continue
@@ -64,28 +65,45 @@ class Gate:
                 name = f"probe of {case['backend']}, {case['entries']} entries"
             else:
                 name = f"layer {case['layer']} {case['precision']} theta {case['theta_setting']}"
+            where = {"case": name, **{n: case.get(n) for n in ("layer", "precision", "theta_setting")}}
             if self.field in case.get("nonfinite", ()):
-                measured += 1
+                checked.append(where | {"value": None, "passed": False})
                 failed.append(f"{name}: {self.field} is NaN or inf")
                 continue
             value = case.get(self.field)
             values = [v for v in (value if isinstance(value, list) else [value]) if v is not None]
-            measured += bool(values)
-            if not all(_OPERATORS[self.symbol](v, self.bound) for v in values):
-                worst = min(values) if self.symbol.startswith(">") else max(values)
+            if not values:
+                continue
+            worst = min(values) if self.symbol.startswith(">") else max(values)
+            passed = all(_OPERATORS[self.symbol](v, self.bound) for v in values)
+            checked.append(where | {"value": worst, "passed": passed})
+            if not passed:
                 failed.append(f"{name}: {self.field} {worst:.6g}")
-        return GateResult(gate=self.text, measured=measured, failed=failed)
+        return GateResult(gate=self.text, field=self.field, checked=checked, failed=failed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateResult:
-    """How many cases a gate was measured on, and the ones that failed with their value."""
+    """The cases (and probes) that a gate was measured on, with the value of each, and the ones that failed in words."""
 
     gate: str
-    measured: int
+    field: str
+    checked: list[dict[str, Any]]
     failed: list[str]
+
+    @property
+    def measured(self) -> int:
+        """On how many cases the gate was measured."""
+        return len(self.checked)
 
     @property
     def passed(self) -> bool:
         """True when at least one case was measured and none failed."""
         return self.measured > 0 and not self.failed
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            "gate": self.gate, "field": self.field, "measured": self.measured, "failed": self.failed,
+            "passed": self.passed, "checked": self.checked,
+        }  # fmt: skip

@@ -62,7 +62,8 @@ def run(
 ) -> None:
     """Compare the reference indexer with deployment recipes, layer by layer."""
     from ..gates import Gate
-    from ..report import document, render
+    from ..reporting.console import render
+    from ..reporting.document import document
     from ..run import Options, execute, plan
 
     options = Options(
@@ -90,9 +91,10 @@ def run(
     with Steps(len(todo.layers) * len(todo.cases)) as steps:
         outcome = execute(todo, steps)
     results = [g.check(outcome.cases + outcome.probes, what_if=gate_what_if) for g in gates]
-    render(console, todo, outcome, results)
+    report = document(todo, outcome, results)
+    render(console, report)
     if json_file is not None:
-        write_json(json_file, document(todo, outcome, results))
+        write_json(json_file, report)
         console.print(f"wrote {json_file}", highlight=False)
     if not all(result.passed for result in results):
         raise typer.Exit(1)
