@@ -80,7 +80,7 @@ def test_diagnose(cli, mini, tmp_path):
     source = Trace.load(mini / "trace.safetensors", 4)
     x, qr = source["x"][:600], source["qr"][:600]
     wrong = run_indexer(config, weights, x, qr)["topk"].clone()
-    wrong[599, 1] = wrong[599, 0]
+    wrong[300:, 1] = wrong[300:, 0]
     trace, out = tmp_path / "trace.safetensors", tmp_path / "out.json"
     save_traces(trace, [Trace({"x": x, "qr": qr, "observed_topk": wrong}, layer=4)])
     assert cli("diagnose", "--checkpoint", mini, "--trace", trace, "--json", out)[0] == 1
