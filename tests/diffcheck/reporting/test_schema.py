@@ -79,10 +79,11 @@ def test_diagnose(cli, mini, tmp_path):
     config, weights = load_layer(mini, 4)
     source = Trace.load(mini / "trace.safetensors", 4)
     x, qr = source["x"][:600], source["qr"][:600]
-    wrong = run_indexer(config, weights, x, qr)["topk"].clone()
-    wrong[300:, 1] = wrong[300:, 0]
+    observed = dict(run_indexer(config, weights, x, qr)) | {"x": x, "qr": qr}
+    observed["topk"] = observed["topk"].clone()
+    observed["topk"][300:, 1] = observed["topk"][300:, 0]
     trace, out = tmp_path / "trace.safetensors", tmp_path / "out.json"
-    save_traces(trace, [Trace({"x": x, "qr": qr, "observed_topk": wrong}, layer=4)])
+    save_traces(trace, [Trace(observed, layer=4)])
     assert cli("diagnose", "--checkpoint", mini, "--trace", trace, "--json", out)[0] == 1
     diagnosis = json.loads(out.read_text())
     assert [finding["cause"] for finding in diagnosis["findings"]] == ["topk_slots"]
