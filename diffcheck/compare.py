@@ -2,7 +2,7 @@
 
 Three comparisons make a case. *Total*: deployment against reference. *Format*: the emulation of the deployment's
 recipe against the reference, what its choices imply. *Kernel*: deployment against that emulation, what it does beyond
-its choices. The metrics themselves are defined in `metrics` and `ranks`.
+its choices. The metrics themselves are defined in `metrics`, `ranks` and `profiles`.
 
 `first_stage` asks of each stage in pipeline order: given the reference's own preceding stage, does this recipe's stage
 differ by more than rounding? That is: after rounding to the reference's type, more than 1 % of the elements are off
@@ -23,6 +23,7 @@ from .inputs.source import Needle
 from .invariants import MEANING, check_selection
 from .mass import lost_mass, lost_shares
 from .pipeline import Pipeline
+from .profiles import margin_histogram, overlap_by_visible, stage_errors
 from .recipe import Recipe
 from .refimpl import STAGES, Trace
 from .refimpl.scoring import visible_entries
@@ -97,10 +98,11 @@ def compare(pipeline: Pipeline, recipe: Recipe, deployed: Trace, targets: Target
         "discarded": None if rows.visible is None else 1 - t.k / rows.visible,
     }
     result |= _overlaps(selected, t.topk, t.scores, t)
+    per_row = metrics.jaccards(selected=selected, target_selected=t.topk, entries=t.scores.shape[1])
     shares = None
     if t.mass is not None:
         shares = lost_shares(mass=t.mass, selected=selected, target_selected=t.topk, visible=t.visible, k=t.k)
-    result |= _rows(selected, t, shares)
+    result |= _rows(per_row, selected, t, shares)
     ideal = _overlaps(selected, t.ideal_topk, t.ideal_scores, t)
     result |= {f"{name}_ideal": value for name, value in ideal.items()}
     own = _overlaps(selected, emulated_topk, emulated_scores, t)
@@ -123,6 +125,11 @@ def compare(pipeline: Pipeline, recipe: Recipe, deployed: Trace, targets: Target
     result |= _mass(pipeline.queries, shares)
     bins = ranks.survival(selected=selected, target_scores=t.scores, visible=t.visible, k=t.k)
     result["survival"] = [asdict(b) | {"p": metrics.finite(b.p)} for b in bins]
+    profile = overlap_by_visible(jaccard=per_row, selected=selected, target_scores=t.scores, visible=t.visible, k=t.k)
+    result["by_visible"] = [asdict(b) for b in profile]
+    margins = metrics.margins(target_scores=t.scores, visible=t.visible, k=t.k, noise=noise)
+    result["margins"] = asdict(margin_histogram(margins))
+    result["stages"] = [asdict(s) for s in stage_errors(pipeline, recipe, deployed, t.reference)]
     result |= {
         "score_rel_error": metrics.finite(total.rel),
         "score_calc_diff": metrics.finite(total.calc_diff),
@@ -149,12 +156,12 @@ def _overlaps(selected: Tensor, target: Tensor, target_scores: Tensor, t: Target
     return asdict(plain) | asdict(tied)
 
 
-def _rows(selected: Tensor, t: Targets, shares: Tensor | None) -> dict[str, Any]:
+def _rows(jaccard: Tensor, selected: Tensor, t: Targets, shares: Tensor | None) -> dict[str, Any]:
     """Metrics of each row that counts, and from them the interval of the Jaccard with the reference."""
     counted = metrics.counted_rows(t.visible, t.k)
     if not bool(counted.any()):
         return {"rows": {}}
-    jaccard = metrics.jaccards(selected=selected, target_selected=t.topk, entries=t.scores.shape[1])[counted]
+    jaccard = jaccard[counted]
     hits, _ = metrics.tied_hits(selected=selected, target_scores=t.scores, visible=t.visible, k=t.k)
     interval = bootstrap(jaccard.cpu().numpy(), groups=resampling_groups(len(jaccard)))
     hit = hits[counted].double()

@@ -10,7 +10,6 @@ Which gates apply to a case is the matter of `gate_rules`.
 
 from __future__ import annotations
 
-import math
 import operator
 import re
 from collections.abc import Sequence
@@ -68,9 +67,9 @@ class Gate:
 
     def check(self, cases: Sequence[dict[str, Any]], source: str) -> GateResult:
         """Check these cases (and probes); a list (several needles) must hold in every element."""
-        failed, measured = [], 0
+        failed: list[str] = []
+        checked: list[dict[str, Any]] = []
         seen: list[float] = []
-        passable = True
         for case in cases:
             if case.get("verdict") == "refused":
                 continue
@@ -78,24 +77,31 @@ class Gate:
                 name = f"probe of {case['backend']}, {case['entries']} entries"
             else:
                 name = f"layer {case['layer']} {case['precision']} theta {case['theta_setting']}"
+            where = {"case": name, **{n: case.get(n) for n in ("layer", "precision", "theta_setting")}}
+            unknown = None
             if case.get("verdict") == "failed":
-                failed.append(f"{name}: {case['reason']}")
-                passable = False
-                continue
-            if self.field in case.get("nonfinite", ()):
-                measured += 1
-                failed.append(f"{name}: {self.field} is NaN or inf")
-                passable = False
+                unknown = case["reason"]
+            elif self.field in case.get("nonfinite", ()):
+                unknown = f"{self.field} is NaN or inf"
+            if unknown is not None:
+                checked.append(where | {"value": None, "passed": False})
+                failed.append(f"{name}: {unknown}")
                 continue
             value = case.get(self.field)
             values = [v for v in (value if isinstance(value, list) else [value]) if v is not None]
-            measured += bool(values)
+            if not values:
+                continue
             seen += values
-            if not all(_OPERATORS[self.symbol](v, self.bound) for v in values):
-                worst = min(values) if self.symbol.startswith(">") else max(values)
+            worst = min(values) if self.symbol.startswith(">") else max(values)
+            passed = all(_OPERATORS[self.symbol](v, self.bound) for v in values)
+            checked.append(where | {"value": worst, "passed": passed})
+            if not passed:
                 failed.append(f"{name}: {self.field} {worst:.6g}")
-        passing = self._passing(seen) if failed and passable else None
-        return GateResult(gate=self.text, source=source, measured=measured, failed=failed, passing=passing)
+        known = all(entry["value"] is not None for entry in checked)
+        passing = self._passing(seen) if failed and known else None
+        return GateResult(
+            gate=self.text, field=self.field, source=source, checked=checked, failed=failed, passing=passing
+        )
 
     def _passing(self, values: list[float]) -> str | None:
         """The tightest gate of this kind, to four digits, that all values pass."""
@@ -107,36 +113,39 @@ class Gate:
 
 
 def _short(value: float, rounding: str) -> str:
-    """A value to four digits, or exactly if it is a whole number, rounded to one side."""
-    if math.isfinite(value) and value == int(value):
+    """A finite value to four digits, or exactly if it is a whole number, rounded to one side."""
+    if value == int(value):
         return str(int(value))
     return format(Context(prec=4, rounding=rounding).create_decimal(Decimal(value)).normalize(), "g")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateResult:
-    """How many cases a gate was measured on, and the ones that failed with their value.
+    """The cases (and probes) that a gate was measured on, with the value of each, and the ones that failed in words.
 
-    source: where the gate comes from. passing: for a failed gate, the one that would have passed, if one exists.
+    source: where the gate is from. passing: for a failed gate the one that would have passed, None where none would.
     """
 
     gate: str
+    field: str
     source: str
-    measured: int
+    checked: list[dict[str, Any]]
     failed: list[str]
     passing: str | None
+
+    @property
+    def measured(self) -> int:
+        """On how many cases the gate was measured."""
+        return len(self.checked)
 
     @property
     def passed(self) -> bool:
         """True when at least one case was measured and none failed."""
         return self.measured > 0 and not self.failed
 
-    @property
-    def words(self) -> str:
-        """One line: what was asked, and what came out."""
-        if self.passed:
-            return f"gate {self.gate}: passed ({self.measured} cases)"
-        if not self.measured and not self.failed:
-            return f"gate {self.gate}: FAILED: nothing was measured ({self.source})"
-        would = "" if self.passing is None else f"; {self.passing} would have passed"
-        return f"gate {self.gate}: FAILED ({self.measured} cases, {self.source}{would})"
+    def to_json(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            "gate": self.gate, "field": self.field, "source": self.source, "measured": self.measured,
+            "failed": self.failed, "passed": self.passed, "passing": self.passing, "checked": self.checked,
+        }  # fmt: skip

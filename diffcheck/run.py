@@ -86,6 +86,10 @@ class Plan:
         """How many query rows are compared, unless there are more needles."""
         return min(self.options.queries or DEFAULT_QUERIES, self.length)
 
+    def case_names(self) -> list[dict[str, Any]]:
+        """What tells the cases apart, in the order in which they run."""
+        return [_name(layer, case) for layer in self.layers for case in self.cases]
+
 
 def plan(options: Options) -> Plan:
     """Validate the options against the checkpoint; InputError or EnvironmentMissing says what is wrong."""
@@ -351,15 +355,20 @@ def _rows(inputs: LayerInputs, k: int, todo: Plan, must: list[int]) -> tuple[Ten
     return queries, mass
 
 
-def _describe(todo: Plan, layer: int, case: Case) -> dict[str, Any]:
-    """What a case is, before anything is measured."""
-    recipe = case.recipe
+def _name(layer: int, case: Case) -> dict[str, Any]:
     return {
         "layer": layer,
         "precision": case.precision,
-        "theta": recipe.k_theta,
+        "theta": case.recipe.k_theta,
         "theta_setting": case.theta.label,
         "what_if": case.what_if,
+    }
+
+
+def _describe(todo: Plan, layer: int, case: Case) -> dict[str, Any]:
+    """What a case is, before anything is measured."""
+    recipe = case.recipe
+    return _name(layer, case) | {
         "backend": (todo.backend or automatic_backend(recipe, todo)).name,
         "length": todo.length,
         "k": recipe.k,

@@ -55,6 +55,10 @@ def run(
         list[str] | None, typer.Option(help="FIELD OP NUMBER, e.g. jaccard_kernel>=0.999; repeatable.")
     ] = None,
     gate_what_if: Annotated[bool, typer.Option(help="Gates count what-if thetas too.")] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="Gates from this file; default: diffcheck.toml or pyproject.toml, upwards.")
+    ] = None,
+    explain_gates: Annotated[bool, typer.Option(help="Print each case's gates and their origin, then stop.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Print cases, bytes to read and an estimate, then stop.")] = False,
     list_presets: Annotated[
         bool,
@@ -62,9 +66,11 @@ def run(
     ] = False,
 ) -> None:
     """Compare the reference indexer with deployment recipes, layer by layer."""
-    from ..gates import Gate
-    from ..report import document, render
+    from ..gate_rules import GatePlan
+    from ..reporting.console import render
+    from ..reporting.document import document
     from ..run import Options, plan
+    from ..settings import find_settings
     from .running import measure
 
     options = Options(
@@ -73,7 +79,8 @@ def run(
         request=request,
         needle_depth=needle_depth, needle_strength=needle_strength, device=device, seed=seed,
     )  # fmt: skip
-    gates = [Gate.parse(condition) for condition in gate or []]
+    settings = find_settings(config)
+    gates = GatePlan.of(gate or [], settings, what_if=gate_what_if)
     console = stdout()
     from_text = None
     if text is not None or tokens is not None:
@@ -90,13 +97,19 @@ def run(
 
         render_plan(console, todo)
         return
+    if settings.path is not None:
+        console.print(f"settings   {settings.path}", highlight=False, soft_wrap=True)
+    if explain_gates:
+        console.print("\n".join(gates.explain(todo.case_names())), highlight=False, markup=False, soft_wrap=True)
+        return
     if json_file is not None:
         check_writable(json_file)
     todo, outcome = measure(todo, from_text, run_dir, resume=resume)
-    results = [g.check(outcome.cases + outcome.probes, what_if=gate_what_if) for g in gates]
-    render(console, todo, outcome, results)
+    results = gates.check(outcome.cases, outcome.probes)
+    report = document(todo, outcome, results)
+    render(console, report)
     if json_file is not None:
-        write_json(json_file, document(todo, outcome, results))
+        write_json(json_file, report)
         console.print(f"wrote {json_file}", highlight=False)
     if outcome.partial:
         raise KeyboardInterrupt

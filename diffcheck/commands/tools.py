@@ -27,7 +27,7 @@ def inspect(
     inspection = inspect_checkpoint(checkpoint)
     render(inspection, stdout())
     if json_file is not None:
-        write_json(json_file, inspection.to_json())
+        write_json(json_file, {"schema_version": 1} | inspection.to_json())
     if inspection.errors:
         raise typer.Exit(2)
 

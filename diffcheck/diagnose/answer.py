@@ -19,7 +19,7 @@ from ..errors import InputError
 from ..inputs.source import LayerInputs, load_inputs
 from ..refimpl import Trace, save_traces
 from ..refimpl.trace import open_trace
-from ..report import PROXY_MARK
+from ..reporting.words import PROXY_MARK
 from ..run import device_of
 from .report import Diagnosis, LayerDiagnosis, diagnose
 

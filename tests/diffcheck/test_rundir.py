@@ -256,7 +256,7 @@ def test_a_case_that_fits_once_memory_is_free_is_measured(run, tmp_path):
 def test_gates_fail_on_a_failed_case(run):
     status, out, _, _ = run("--gate", "jaccard>=0.1", what=f"allocate {CALLS + 1}")
     assert status == 1
-    assert "gate jaccard>=0.1: FAILED (1 cases" in out
+    assert "gate jaccard>=0.1: FAILED (3 cases, command line)" in out
     assert "layer 4 fp8 theta checkpoint: out of memory" in out
 
 
