@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from .commands.comparison import diagnose, marginal, run
-from .commands.reports import schema
+from .commands.reports import compare, schema
 from .commands.text import capture, convert, needle
 from .commands.tools import backends, bench, fixture, inspect
 from .errors import EnvironmentMissing, InputError
@@ -62,5 +62,7 @@ def _root(
     """Run DeepSeek's reference sparse-attention indexer beside a deployment's numbers."""
 
 
-for command in (run, capture, convert, needle, marginal, diagnose, inspect, backends, bench, fixture, schema):
+for command in (
+    run, compare, capture, convert, needle, marginal, diagnose, inspect, backends, bench, fixture, schema,
+):  # fmt: skip
     app.command()(command)

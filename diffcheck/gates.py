@@ -108,11 +108,11 @@ class Gate:
         if self.symbol == "==":
             return f"{self.field}=={values[0]!r}" if len(set(values)) == 1 else None
         if self.symbol.startswith(">"):
-            return f"{self.field}>={_short(min(values), ROUND_FLOOR)}"
-        return f"{self.field}<={_short(max(values), ROUND_CEILING)}"
+            return f"{self.field}>={short(min(values), ROUND_FLOOR)}"
+        return f"{self.field}<={short(max(values), ROUND_CEILING)}"
 
 
-def _short(value: float, rounding: str) -> str:
+def short(value: float, rounding: str) -> str:
     """A finite value to four digits, or exactly if it is a whole number, rounded to one side."""
     if value == int(value):
         return str(int(value))

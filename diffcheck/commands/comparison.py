@@ -55,6 +55,12 @@ def run(
         list[str] | None, typer.Option(help="FIELD OP NUMBER, e.g. jaccard_kernel>=0.999; repeatable.")
     ] = None,
     gate_what_if: Annotated[bool, typer.Option(help="Gates count what-if thetas too.")] = False,
+    baseline: Annotated[
+        Path | None, typer.Option(help="An earlier --json report: say what moved, exit code 1 if it became worse.")
+    ] = None,
+    tolerance: Annotated[
+        list[str] | None, typer.Option(help="With --baseline: FIELD=NUMBER, by how much it may; repeatable.")
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="Gates from this file; default: diffcheck.toml or pyproject.toml, upwards.")
     ] = None,
@@ -67,8 +73,10 @@ def run(
 ) -> None:
     """Compare the reference indexer with deployment recipes, layer by layer."""
     from ..gate_rules import GatePlan
+    from ..regression import Report, check_comparable, compare_reports, read_report, tolerances
     from ..reporting.console import render
     from ..reporting.document import document
+    from ..reporting.moved import render_comparison
     from ..run import Options, plan
     from ..settings import find_settings
     from .running import measure
@@ -104,16 +112,30 @@ def run(
         return
     if json_file is not None:
         check_writable(json_file)
+    before = None
+    if baseline is not None:
+        before = read_report(baseline)
+        check_comparable(before, todo.case_names(), "this run")
+    elif tolerance:
+        raise InputError("--tolerance is by how much a run may be worse than its baseline, expected --baseline FILE")
+    allowed = tolerances(file=settings.tolerance, command_line=tolerance or [])
     todo, outcome = measure(todo, from_text, run_dir, resume=resume)
     results = gates.check(outcome.cases, outcome.probes)
     report = document(todo, outcome, results)
     render(console, report)
+    regressed = False
+    if before is not None and not outcome.partial:
+        moved = compare_reports(
+            before, Report(name="this run", document=report), tolerance=allowed, what_if=gates.what_if
+        )
+        render_comparison(console, moved)
+        report["baseline"], regressed = moved, bool(moved["regressions"])
     if json_file is not None:
         write_json(json_file, report)
         console.print(f"wrote {json_file}", highlight=False)
     if outcome.partial:
         raise KeyboardInterrupt
-    if outcome.failed or not all(result.passed for result in results):
+    if outcome.failed or regressed or not all(result.passed for result in results):
         raise typer.Exit(1)
 
 

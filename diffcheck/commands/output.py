@@ -76,9 +76,20 @@ def _without_nan(value: object) -> object:
     return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+def _lines(value: object, indent: str) -> str:
+    """JSON with a line for each item, but a list of numbers on one line: there are long ones."""
+    inner = indent + " "
+    if isinstance(value, dict) and value:
+        items = [f"{json.dumps(str(key))}: {_lines(item, inner)}" for key, item in value.items()]
+        return "{\n" + inner + f",\n{inner}".join(items) + f"\n{indent}}}"
+    if isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        return "[\n" + inner + f",\n{inner}".join(_lines(item, inner) for item in value) + f"\n{indent}]"
+    return json.dumps(value, allow_nan=False)
+
+
 def write_json(path: Path, document: object) -> None:
     """Write beside the target and rename, so that an interrupt leaves no half document."""
-    text = json.dumps(_without_nan(document), indent=1, allow_nan=False)
+    text = _lines(_without_nan(document), "")
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text + "\n", encoding="utf-8")
     partial.replace(path)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..probes import describe
-from .words import HEAD_BINS, TAIL_BIN, error, number, gate_words, step_lines, survival_below
+from .words import HEAD_BINS, TAIL_BIN, error, gate_words, number, step_lines, survival_below
 
 
 def render(console: Console, document: dict[str, Any]) -> None:

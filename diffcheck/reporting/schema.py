@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import InputError
 
-COMMANDS = ("run", "diagnose", "marginal", "needle", "inspect", "bench")
+COMMANDS = ("run", "compare", "diagnose", "marginal", "needle", "inspect", "bench")
 
 
 def load_schema(command: str) -> dict[str, Any]:

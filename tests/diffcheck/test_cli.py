@@ -284,6 +284,24 @@ def test_json_has_null_for_what_it_cannot_spell(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize(
+    "value",
+    [{}, [], {"a": {}}, [[]], [{}], {"a": [1, "b", None, True, 1e-9]}, [[1, 2], {"b": "x\ny"}], {"a": [{"b": [1]}]}],
+)
+def test_json_is_json(tmp_path, value):
+    from diffcheck.commands.output import write_json
+
+    write_json(tmp_path / "x.json", value)
+    assert json.loads((tmp_path / "x.json").read_text()) == value
+
+
+def test_long_lists_of_numbers_take_a_line(tmp_path):
+    from diffcheck.commands.output import write_json
+
+    write_json(tmp_path / "x.json", {"a": {"b": list(range(300))}, "c": 1})
+    assert (tmp_path / "x.json").read_text().count("\n") == 6
+
+
 def test_capture_then_run(cli, mini, tmp_path):
     """A text's own hidden states: captured to a file, and in one step with `run`; both give the same numbers."""
     ids, trace, out = tmp_path / "ids.json", tmp_path / "trace.safetensors", tmp_path / "out.json"

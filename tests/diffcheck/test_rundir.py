@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 
 from diffcheck.checkpoint.layer import Checkpoint
 from diffcheck.digests import tensor_digest
 from diffcheck.exhausted import out_of_memory
 from diffcheck.journal import RECORDS, Journal
+from diffcheck.reporting.schema import load_schema
 
 QUICK = ["--layers", "4", "--queries", "24", "--precision", "reference,fp8,fp4", "--theta", "checkpoint"]
 KERNELS = '''
@@ -187,6 +189,7 @@ def test_an_interrupt_reports_what_is_finished(interrupted, run, tmp_path):
     assert "fp8: Jaccard" in out
     assert "fp4" not in out
     report = json.loads((tmp_path / "a.json").read_text())
+    Draft202012Validator(load_schema("run")).validate(report)
     assert report["partial"] is True
     assert [case["precision"] for case in report["cases"]] == ["reference", "fp8"]
     assert run("--json", "b.json", "--run-dir", "kept", "--resume")[3] == 1, "the third case only"
@@ -239,6 +242,7 @@ def test_a_case_without_memory_does_not_end_the_run(run, tmp_path, monkeypatch, 
     (line,) = [line for line in out.splitlines() if line.startswith("FAILED: ")]
     assert line.startswith("FAILED: layer 4 fp8 theta checkpoint: out of memory")
     assert said in line
+    Draft202012Validator(load_schema("run")).validate(json.loads((tmp_path / "a.json").read_text()))
     assert [case["verdict"] == "failed" for case in cases(tmp_path / "a.json")] == [False, True, False]
     status, _, _, measured = run(*options, "--resume")
     assert (status, measured) == (0, 1), "a failed case is tried again"

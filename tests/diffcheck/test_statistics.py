@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from diffcheck.statistics import SEVERAL, Interval, bootstrap, paired_difference, resampling_groups
+from diffcheck.statistics import (
+    SEVERAL,
+    Interval,
+    bootstrap,
+    holm,
+    paired_difference,
+    resampling_groups,
+    sign_flip_test,
+)
 
 examples = settings(max_examples=60, deadline=None)
 values = st.lists(st.integers(-50, 50), min_size=4, max_size=40)
@@ -141,3 +149,90 @@ def test_blocks_hold_the_truth_where_single_rows_do_not() -> None:
             held[name] += got.ci[0] <= 0 <= got.ci[1]
     assert held["blocks"] / 200 > 0.85
     assert held["rows"] / 200 < 0.6
+
+
+# ---------------------------------------------------------------------------------------------------------- sign flips
+
+
+def by_scipy(sums: np.ndarray, resamples: float = np.inf) -> float:
+    """p of a one-sample permutation test on the groups' sums: scipy flips the signs of paired observations."""
+    return float(
+        stats.permutation_test(
+            (sums,), lambda x, axis: np.sum(x, axis=axis), permutation_type="samples", n_resamples=resamples,
+            alternative="two-sided", vectorized=True,
+        ).pvalue
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("groups", [2, 3, 7, 12])
+@pytest.mark.parametrize("shift", [0.0, 0.4, 3.0])
+def test_sign_flips_are_scipys(groups: int, shift: float) -> None:
+    difference = np.random.default_rng(groups).standard_normal(5 * groups) + shift
+    number = np.repeat(np.arange(groups), 5)
+    found = sign_flip_test(difference, groups=number)
+    assert found.p == pytest.approx(by_scipy(np.bincount(number, difference)))
+    assert found.groups == groups
+    assert found.smallest == 2.0 ** (1 - groups)
+    assert found.p >= found.smallest
+
+
+def test_random_flips_come_near_the_exact_p() -> None:
+    """17 groups: 2^17 flips, and 2^16 drawn ones."""
+    difference = np.random.default_rng(3).standard_normal(17) + 0.6
+    found = sign_flip_test(difference, groups=np.arange(17))
+    exact = by_scipy(difference)
+    assert 0.05 < exact < 0.5
+    assert found.p == pytest.approx(exact, abs=4 * math.sqrt(exact * (1 - exact) / 2**16))
+    assert found.smallest == 2.0**-16
+    assert sign_flip_test(np.ones(40), groups=np.arange(40)).p == 2.0**-16
+
+
+def test_flips_are_of_groups_and_not_of_rows() -> None:
+    """Rows that agree inside two blocks are two observations, whatever their number."""
+    assert sign_flip_test(np.ones(100), groups=np.repeat([0, 1], 50)).p == 0.5
+    assert sign_flip_test(np.zeros(9), groups=resampling_groups(9)).p == 1.0
+
+
+@examples
+@given(st.lists(st.integers(-3, 3), min_size=2, max_size=10))
+def test_p_does_not_depend_on_sign_or_order(differences: list[int]) -> None:
+    tenths = np.array(differences) / 10  # sums that differ in their last bits between orders
+    groups = np.arange(len(tenths))
+    p = sign_flip_test(tenths, groups=groups).p
+    assert p == sign_flip_test(-tenths, groups=groups).p == sign_flip_test(tenths[::-1], groups=groups).p
+    assert p == pytest.approx(by_scipy(np.array(differences, np.float64)))
+
+
+def test_sign_flips_need_rows() -> None:
+    with pytest.raises(ValueError, match="at least one row"):
+        sign_flip_test([], groups=[])
+    with pytest.raises(ValueError, match="not one equal"):
+        sign_flip_test([1.0], groups=[0, 1])
+
+
+def test_a_true_null_is_rejected_as_often_as_promised() -> None:
+    rng = np.random.default_rng(5)
+    found = [sign_flip_test(rng.standard_normal(8), groups=np.arange(8)).p for _ in range(1000)]
+    assert stats.binomtest(sum(p <= 0.05 for p in found), 1000, 0.05, alternative="greater").pvalue > 0.01
+
+
+def test_holm_by_hand() -> None:
+    # 0.01*4, 0.02*3, then 0.03*2 = 0.06, and 0.5
+    assert holm([0.02, 0.5, 0.01, 0.03]) == pytest.approx([0.06, 0.5, 0.04, 0.06])
+    assert holm([0.04, 0.02, 0.03]) == pytest.approx([0.06, 0.06, 0.06])
+    assert holm([0.7, 0.8]).tolist() == [1.0, 1.0]
+    assert holm([]).tolist() == []
+
+
+@examples
+@given(st.lists(st.floats(1e-6, 1), min_size=1, max_size=12))
+def test_holm_rejects_step_by_step(p: list[float]) -> None:
+    """The procedure as it is stated: go up the sorted p while p_i <= level / (m - i)."""
+    adjusted = holm(p)
+    for level in (0.01, 0.05, 0.3):
+        rejected: set[int] = set()
+        for i, test in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+            if p[test] * (len(p) - i) > level:
+                break
+            rejected.add(test)
+        assert {i for i, value in enumerate(adjusted) if value <= level} == rejected

@@ -140,5 +140,5 @@ def test_schema_command(cli):
     status, _, err = cli("schema", "backends")
     assert status == 2
     assert err.strip() == (
-        "diffcheck: schema: 'backends', expected one of run, diagnose, marginal, needle, inspect, bench"
+        "diffcheck: schema: 'backends', expected one of run, compare, diagnose, marginal, needle, inspect, bench"
     )
