@@ -34,6 +34,7 @@ from .metrics import counted_rows
 from .pipeline import Pipeline
 from .probes import probe_topk
 from .recipe import Recipe, plain
+from .refimpl import IndexerWeights
 
 DEFAULT_QUERIES = 256
 SYNTHETIC_LENGTH_IN_TOPK = 16
@@ -271,9 +272,9 @@ def _share(outcome: Outcome, layer: int, common: dict[str, Any]) -> None:
     outcome.notes += common["notes"]
 
 
-def _set_up(todo: Plan, layer: int) -> tuple[Pipeline, Targets, dict[str, Any]]:
-    """The pipeline and targets of a layer, and what its cases share, as plain values."""
-    config, device = todo.checkpoint.config, todo.device
+def layer_inputs(todo: Plan, layer: int) -> tuple[IndexerWeights, LayerInputs]:
+    """Weights and inputs of a layer of the plan, on the CPU; InputError for a trace that does not begin at token 0."""
+    config = todo.checkpoint.config
     weights = todo.checkpoint.load(layer)
     if todo.inputs is not None:
         inputs = todo.inputs[layer]
@@ -291,6 +292,13 @@ def _set_up(todo: Plan, layer: int) -> tuple[Pipeline, Targets, dict[str, Any]]:
         raise InputError(
             f"the trace of layer {layer} starts at token {inputs.start}, expected 0: `run` begins a stream"
         )
+    return weights, inputs
+
+
+def _set_up(todo: Plan, layer: int) -> tuple[Pipeline, Targets, dict[str, Any]]:
+    """The pipeline and targets of a layer, and what its cases share, as plain values."""
+    config, device = todo.checkpoint.config, todo.device
+    weights, inputs = layer_inputs(todo, layer)
     must = [needle.query for needle in inputs.needles]
     queries, mass = _rows(inputs, config.index_topk, todo, must)
     pipeline = Pipeline(

@@ -306,7 +306,7 @@ def test_compare_names_the_case_that_became_worse(cli, made, tmp_path):
     assert [c["precision"] for c in found["cases"] if c["moved"]] == ["fp8"]
     (test,) = next(c["tests"] for c in found["cases"] if c["precision"] == "fp8")
     assert test["difference"] < 0
-    assert test["p_holm"] == 2 * 2**-7
+    assert test["p_holm"] == 2 * test["p"] < 0.1
     enough = [word.removesuffix(" would have passed") for word in printed.split("; ") if "would have passed" in word]
     enough = [word.split(" would")[0] for word in enough]
     allow = [option for text in enough for option in ("--tolerance", text)]
