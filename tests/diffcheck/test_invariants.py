@@ -3,11 +3,11 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diffcheck.invariants import check_selection
 from diffcheck.probes import WIDTHS, describe, probe_topk
 from diffcheck.refimpl.scoring import select_topk
+from diffcheck.testing import assert_selection, strategies
 
 SCORES = torch.tensor([[5.0, 1.0, 4.0, 3.0, 2.0, 9.0]])
 VISIBLE = torch.tensor([5])  # the 9 is not visible; the best three are 0, 2, 3
@@ -73,14 +73,13 @@ def test_repeats():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**31), st.integers(1, 12), st.integers(1, 20))
-def test_true_selection_passes_and_swaps_do_not(seed, k, entries):
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randint(-3, 4, (5, entries), generator=generator).float()
-    visible = torch.randint(0, entries + 1, (5,), generator=generator)
+@given(strategies.scores(max_entries=90, max_k=40))
+def test_true_selection_passes_and_swaps_do_not(made):
+    scores, visible, k = made.scores, made.visible, made.k
     selected = select_topk(scores, visible, k)
+    assert_selection(selected, scores=scores, visible=visible, k=k)
     assert check_selection(selected, scores, visible, k).causes == []
-    for row in range(5):  # swap the worst kept entry for one that scores strictly less
+    for row in range(len(scores)):  # swap the worst kept entry for one that scores strictly less
         kept = [j for j in selected[row].tolist() if j >= 0]
         worse = [j for j in range(int(visible[row])) if kept and scores[row, j] < scores[row, kept[-1]]]
         if worse:

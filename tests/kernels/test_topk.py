@@ -3,10 +3,10 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from diffcheck.kernels import topk, topk_naive
 from diffcheck.kernels.topk import COLUMNS, LIST, PART, _parts
+from diffcheck.testing import assert_selection, strategies
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 NAN, INF = float("nan"), float("inf")
@@ -22,14 +22,10 @@ def check(logits, lengths, k, device, starts=None):
     assert torch.equal(got, topk_naive(logits, lengths, k, starts))
     for row in range(len(logits)):
         start = 0 if starts is None else int(starts[row])
-        visible = logits[row, start : start + int(lengths[row])]
         kept = got[row][got[row] >= 0].long()
-        assert len(kept) == min(k, len(visible))
         assert (kept.diff() > 0).all()
         assert (got[row, len(kept) :] == -1).all()
-        values = logits[row, kept].nan_to_num(nan=-INF, posinf=INF, neginf=-INF).sort(descending=True).values
-        best = visible.nan_to_num(nan=-INF, posinf=INF, neginf=-INF).sort(descending=True).values
-        assert torch.equal(values + 0.0, best[: len(kept)] + 0.0)
+        assert_selection(kept[None] - start, scores=logits[row : row + 1, start : start + int(lengths[row])], k=k)
     return got
 
 
@@ -118,13 +114,10 @@ def test_rows_may_be_strided(device):
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, NAN, INF, -INF, 1.5]), min_size=1, max_size=60),
-    st.integers(1, 20),
-)
-def test_few_distinct_values(row, k):
+@given(strategies.scores(max_rows=3, max_entries=70, max_k=20))
+def test_scores_of_every_kind(made):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    check(torch.tensor([row]), [len(row)], k, device)
+    check(made.scores, made.visible.tolist(), made.k, device)
 
 
 def test_errors_name_what_was_found(device):
