@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 WIDTH, HEIGHT = 480, 274
-LEFT, RIGHT, TOP, BOTTOM = 42, 8, 24, 40
+LEFT, RIGHT, TOP, BOTTOM = 42, 18, 24, 40
 COLOURS = 7
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..errors import InputError
 from .document import SCHEMA_VERSION
@@ -45,7 +45,8 @@ def read_document(path: Path) -> Record:
 def merge(documents: Sequence[Record]) -> Record:
     """All cases of the documents as one; what belongs to a run is the first one's, with a note where others differ.
 
-    InputError where two documents hold the same case, or select another number of entries.
+    A precision that ran on several backends becomes one precision for each, "fp8 on triton". InputError where two
+    documents hold the same case, or select another number of entries.
     """
     first = documents[0]
     if len(documents) == 1:
@@ -53,28 +54,52 @@ def merge(documents: Sequence[Record]) -> Record:
     topk = {document["checkpoint"]["config"]["index_topk"] for document in documents}
     if len(topk) > 1:
         raise InputError(f"reports select {' and '.join(map(str, sorted(topk)))} entries, expected one checkpoint")
-    cases: dict[tuple[Any, ...], Record] = {}
-    for case in (case for document in documents for case in document["cases"]):
-        key = tuple(case[name] for name in CASE_KEY)
-        if key in cases:
+    everything = [case for document in documents for case in document["cases"]]
+    keys = [tuple(case[name] for name in CASE_KEY) for case in everything]
+    for key, count in Counter(keys).items():
+        if count > 1:
             what = ", ".join(f"{name} {value}" for name, value in zip(CASE_KEY, key, strict=True))
             raise InputError(f"two reports hold {what}, expected each case once")
-        cases[key] = case
+    if len({key[:-1] for key in keys}) < len(keys):
+        everything = [case | {"precision": f"{case['precision']} on {case['backend']}"} for case in everything]
     found = first | {
-        "cases": list(cases.values()),
-        "gates": [gate for document in documents for gate in document["gates"]],
+        "cases": everything,
+        "gates": _gates([gate for document in documents for gate in document["gates"]]),
         "probes": [probe for document in documents for probe in document["probes"]],
         "notes": list(dict.fromkeys(note for document in documents for note in document["notes"])),
         "recipes": {name: recipe for document in documents for name, recipe in document["recipes"].items()},
         "seconds": sum(document["seconds"] for document in documents),
         "finished": max(document["finished"] for document in documents),
+        "stage_evaluations": {
+            name: sum(document["stage_evaluations"][name] for document in documents) for name in ("asked", "computed")
+        },
         "inputs": first["inputs"]
         | {
             "source": "; ".join(dict.fromkeys(document["inputs"]["source"] for document in documents)),
             "proxy": any(document["inputs"]["proxy"] for document in documents),
+            "length": max(document["inputs"]["length"] for document in documents),
         },
     }
     for name in ("environment", "checkpoint"):
         if any(document[name] != first[name] for document in documents):
             found["notes"].append(f"the reports differ in {name}: shown is that of the first")
     return found | {"headline": headline(found), "summary": summary(found)}
+
+
+def _gates(gates: Sequence[Record]) -> list[Record]:
+    """A gate that several runs had, as one."""
+    found: dict[str, Record] = {}
+    for gate in gates:
+        before = found.get(gate["gate"])
+        found[gate["gate"]] = (
+            gate
+            if before is None
+            else before
+            | {
+                "measured": before["measured"] + gate["measured"],
+                "failed": before["failed"] + gate["failed"],
+                "checked": before["checked"] + gate["checked"],
+                "passed": before["passed"] and gate["passed"],
+            }
+        )
+    return list(found.values())
