@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-VOID = {"meta", "input", "br", "line", "rect"}
+VOID = {"meta", "input", "br"}
 
 
 class Page(HTMLParser):
@@ -20,10 +20,8 @@ class Page(HTMLParser):
             self.attributes.append((tag, name, value))
             if name == "id":
                 self.ids.append(value)
-        section = next(
-            (dict(a).get("id") for t, a in reversed(self.open) if t in ("details", "section") and dict(a).get("id")),
-            None,
-        )
+        around = (dict(a).get("id") for t, a in reversed(self.open) if t in ("details", "section"))
+        section = next(filter(None, around), None)
         if tag == "table":
             title = self.text.get("figcaption", "")
             self.tables.append({"id": dict(attributes).get("id"), "section": section, "title": title, "rows": []})
