@@ -38,7 +38,7 @@ def details(cases: Sequence[Record]) -> dict[str, Any]:
     """Columns of all cases; a case that was not measured has null in most of them."""
     known = [case for case in cases if is_measured(case)]
     bins = sorted({(b["lo"], b["hi"]) for case in known for b in case["by_visible"]})
-    example = known[0] if known else {"survival": [], "margins": {"edges": []}, "stages": []}
+    example: Record = known[0] if known else {"survival": [], "margins": {"edges": []}, "stages": []}
     columns: dict[str, Any] = {
         name: [short(case.get(name), 4 if name.startswith("jaccard") else 3) for case in cases] for name in PLAIN
     }

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import InputError
-from .document import SCHEMA_VERSION
+from .schema import SCHEMA_VERSION
 from .words import Record, headline, summary
 
 CASE_KEY = ("layer", "precision", "theta_setting", "length", "backend")

@@ -57,7 +57,7 @@ def sections(cases: Sequence[Record], k: int) -> list[Section]:
     precisions = list(dict.fromkeys(case["precision"] for case in cases))
     thetas = list(dict.fromkeys(case["theta_setting"] for case in cases))
     lengths = sorted({case["length"] for case in cases}, reverse=True)
-    found = []
+    found: list[Section] = []
     for theta in thetas:
         for length in lengths:
             mine = aggregate.select(cases, theta_setting=theta, length=length)
