@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from .commands.comparison import diagnose, marginal, run
-from .commands.reports import compare, schema
+from .commands.reports import compare, render, schema
 from .commands.text import capture, convert, needle
 from .commands.tools import backends, bench, fixture, inspect
 from .errors import EnvironmentMissing, InputError
@@ -63,6 +63,6 @@ def _root(
 
 
 for command in (
-    run, compare, capture, convert, needle, marginal, diagnose, inspect, backends, bench, fixture, schema,
+    run, compare, capture, convert, needle, marginal, diagnose, inspect, backends, bench, fixture, render, schema,
 ):  # fmt: skip
     app.command()(command)

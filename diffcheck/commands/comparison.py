@@ -9,8 +9,23 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
-from .options import Checkpoint, Device, Layers, Measured, Precisions, RecipeFiles, Thetas, layer_numbers, split
-from .output import check_writable, say, stdout, write_json
+from .options import (
+    Checkpoint,
+    Device,
+    Html,
+    Junit,
+    Layers,
+    Markdown,
+    Measured,
+    Metrics,
+    Precisions,
+    RecipeFiles,
+    Thetas,
+    layer_numbers,
+    split,
+)
+from .output import check_writable, say, stdout, without_nan, write_json
+from .reports import ReportFiles
 
 
 def _print_presets(wanted: bool) -> None:
@@ -51,6 +66,10 @@ def run(
     device: Device = "auto",
     seed: Annotated[int, typer.Option(help="Seed of made-up inputs.")] = 0,
     json_file: Measured = None,
+    html: Html = None,
+    markdown: Markdown = None,
+    junit: Junit = None,
+    metrics: Metrics = None,
     gate: Annotated[
         list[str] | None, typer.Option(help="FIELD OP NUMBER, e.g. jaccard_kernel>=0.999; repeatable.")
     ] = None,
@@ -110,6 +129,8 @@ def run(
     if explain_gates:
         console.print("\n".join(gates.explain(todo.case_names())), highlight=False, markup=False, soft_wrap=True)
         return
+    files = ReportFiles(html=html, markdown=markdown, junit=junit, metrics=metrics)
+    files.check()
     if json_file is not None:
         check_writable(json_file)
     before = None
@@ -121,7 +142,7 @@ def run(
     allowed = tolerances(file=settings.tolerance, command_line=tolerance or [])
     todo, outcome = measure(todo, from_text, run_dir, resume=resume)
     results = gates.check(outcome.cases, outcome.probes)
-    report = document(todo, outcome, results)
+    report = without_nan(document(todo, outcome, results))
     render(console, report)
     regressed = False
     if before is not None and not outcome.partial:
@@ -133,6 +154,8 @@ def run(
     if json_file is not None:
         write_json(json_file, report)
         console.print(f"wrote {json_file}", highlight=False)
+    for path in files.write([report]):
+        console.print(f"wrote {path}", highlight=False)
     if outcome.partial:
         raise KeyboardInterrupt
     if outcome.failed or regressed or not all(result.passed for result in results):

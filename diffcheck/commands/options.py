@@ -17,6 +17,12 @@ Thetas = Annotated[str, typer.Option(help="RoPE thetas: checkpoint, NUMBER, NUMB
 RecipeFiles = Annotated[list[Path] | None, typer.Option(help="TOML file with one more recipe; repeatable.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Measured = Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write one self-contained page about the run.")]
+Markdown = Annotated[Path | None, typer.Option("--markdown", help="Write a summary for a pull request.")]
+Junit = Annotated[Path | None, typer.Option("--junit", help="Write the gates as JUnit XML, a test for each case.")]
+Metrics = Annotated[
+    Path | None, typer.Option("--metrics", help="Write Prometheus metrics for node_exporter's textfile collector.")
+]
 
 
 def split(text: str) -> list[str]:

@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -56,24 +57,24 @@ class Steps:
             print(f"[{self._count}/{self._total}] {line}", file=sys.stderr)
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, option: str = "--json") -> None:
     """Fail before any work if the report could not be written."""
     directory = path.parent
     if path.is_dir() or not directory.is_dir() or not os.access(path if path.exists() else directory, os.W_OK):
-        raise InputError(f"--json: cannot write {path}, expected a file in a directory that exists and is writable")
+        raise InputError(f"{option}: cannot write {path}, expected a file in a directory that exists and is writable")
     try:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
-        raise InputError(f"--json: cannot write {path} ({error.strerror})") from None
+        raise InputError(f"{option}: cannot write {path} ({error.strerror})") from None
 
 
-def _without_nan(value: object) -> object:
+def without_nan(value: Any) -> Any:
     """The value with null for every number that JSON has no spelling for."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: without_nan(item) for key, item in value.items()}
+    return [without_nan(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _lines(value: object, indent: str) -> str:
@@ -88,8 +89,12 @@ def _lines(value: object, indent: str) -> str:
 
 
 def write_json(path: Path, document: object) -> None:
-    """Write beside the target and rename, so that an interrupt leaves no half document."""
-    text = _lines(_without_nan(document), "")
+    """Write a document, with null for what JSON cannot spell."""
+    write_text(path, _lines(without_nan(document), "") + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside the target and rename, so that no reader and no interrupt ever finds half a file."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)

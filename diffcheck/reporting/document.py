@@ -14,9 +14,8 @@ from ..packages import installed_version
 from ..recipe import Recipe, plain
 from ..run import Outcome, Plan
 from ..version import __version__
+from .schema import SCHEMA_VERSION
 from .words import PROXY_MARK, headline, summary
-
-SCHEMA_VERSION = 1
 
 
 def environment(device: str) -> dict[str, Any]:

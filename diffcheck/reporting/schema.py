@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import InputError
 
+SCHEMA_VERSION = 1
 COMMANDS = ("run", "compare", "diagnose", "marginal", "needle", "inspect", "bench")
 
 

@@ -17,6 +17,8 @@ from ..recipe import STRUCTURE
 HEAD_BINS, TAIL_BIN = 4, 5
 """Survival bins (of r/k) that count as the head of the set, below 0.75, and the last one inside it, from 0.9 to 1."""
 SAFE_SURVIVAL = 0.99
+MOST_LAYERS = 8
+"""More layers than this are counted, not listed."""
 PROXY_MARK = "PROXY"
 """Stands in the source of inputs that only stand in for hidden states."""
 
@@ -46,9 +48,9 @@ def survival_below(case: Record, bins: int) -> float | None:
 
 
 def layers_of(cases: Iterable[Record]) -> str:
-    """ "layer 2" or "layers 2, 4"."""
+    """Name the layers of cases: "layer 2, 4", or only how many where that would be a long list."""
     numbers = sorted({case["layer"] for case in cases})
-    return f"layer{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+    return f"{len(numbers)} layers" if len(numbers) > MOST_LAYERS else f"layer {', '.join(map(str, numbers))}"
 
 
 def shown(value: Any) -> str:
@@ -240,8 +242,7 @@ def _words(records: list[Record]) -> str:
         )
     if lost:
         count, had = (sum(r[n] for r in lost) for n in ("needles_lost", "needles_selected_reference"))
-        where = ", ".join(str(r["layer"]) for r in lost)
-        parts.append(f"LOSES {count} of {had} needles (layer {where})")
+        parts.append(f"LOSES {count} of {had} needles ({layers_of(lost)})")
     dropped = [r for r in measured if r.get("attention_mass_lost") is not None]
     if dropped:
         most = max(dropped, key=lambda r: r["attention_mass_lost"])

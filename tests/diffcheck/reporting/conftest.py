@@ -1,7 +1,9 @@
 """What the tests of reports share: the documents of real runs."""
 
+import importlib.util
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +32,23 @@ def run_file(mini, tmp_path_factory):
 def run_document(run_file):
     """What `run_file` holds; not to be changed."""
     return json.loads(run_file.read_text())
+
+
+def _load(name):
+    path = Path(__file__).parent / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def synthetic():
+    """The module synthetic.py: documents as large as they get."""
+    return _load("synthetic")
+
+
+@pytest.fixture(scope="session")
+def html_tables():
+    """The module html_tables.py: a strict reader of the page."""
+    return _load("html_tables")

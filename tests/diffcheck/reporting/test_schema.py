@@ -1,11 +1,14 @@
 """The published schemas: what each command writes is what its schema says, and nothing else is."""
 
+import ast
 import copy
 import json
+from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
 
+import diffcheck.reporting
 from diffcheck import load_layer
 from diffcheck.gates import NUMERIC_FIELDS
 from diffcheck.refimpl import Trace, run_indexer, save_traces
@@ -130,6 +133,19 @@ def test_a_changed_document_fails(run_document, change, message):
     change(document)
     (found,) = errors("run", document)
     assert message in found
+
+
+def test_reports_are_made_from_the_document_alone():
+    """Only `document` may know a run; what else a report needs of the package is names and words."""
+    allowed = {"errors", "invariants", "probes", "recipe"}
+    folder = Path(diffcheck.reporting.__file__).parent
+    seen = 0
+    for path in sorted(folder.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 2 and path.stem != "document":
+                assert node.module in allowed, f"{path.name} imports {node.module}"
+                seen += 1
+    assert seen >= len(allowed)
 
 
 def test_schema_command(cli):
