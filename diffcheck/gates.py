@@ -84,7 +84,7 @@ class Gate:
             elif self.field in case.get("nonfinite", ()):
                 unknown = f"{self.field} is NaN or inf"
             if unknown is not None:
-                checked.append(where | {"value": None, "passed": False})
+                checked.append(where | {"value": None, "passed": False, "reason": unknown})
                 failed.append(f"{name}: {unknown}")
                 continue
             value = case.get(self.field)
@@ -94,7 +94,7 @@ class Gate:
             seen += values
             worst = min(values) if self.symbol.startswith(">") else max(values)
             passed = all(_OPERATORS[self.symbol](v, self.bound) for v in values)
-            checked.append(where | {"value": worst, "passed": passed})
+            checked.append(where | {"value": worst, "passed": passed, "reason": None})
             if not passed:
                 failed.append(f"{name}: {self.field} {worst:.6g}")
         known = all(entry["value"] is not None for entry in checked)

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_CEILING
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .errors import InputError
+from .gates import short
 from .refimpl.config_json import load_json
 from .statistics import holm, paired_difference, resampling_groups, sign_flip_test
 
@@ -41,6 +43,7 @@ DEFAULT_TOLERANCE = {
 TESTED = ("jaccard_tied", "attention_mass_lost")
 """Fields whose difference in each row is tested."""
 LEVEL = 0.05
+"""Adjusted p values below it are marked."""
 SAME = 1e-6
 """Relative difference up to which a number did not move: other machines add up in another order."""
 SCHEMA_VERSION = 1
@@ -132,6 +135,7 @@ def compare_reports(before: Report, after: Report, *, tolerance: Mapping[str, fl
         "notes": _differences(before, after, pairs),
         "tolerance": dict(tolerance),
         "what_if": what_if,
+        "level": LEVEL,
         "cases": cases,
         "only_before": [_name(case) for key, case in old.items() if key not in new],
         "only_after": [_name(case) for key, case in new.items() if key not in old],
@@ -233,7 +237,10 @@ def _regressions(a: Record, b: Record, tolerance: Mapping[str, float]) -> list[R
 def _regression(
     field: str, before: Any, after: Any, *, worse: float | None = None, tolerance: float | None = None
 ) -> Record:
-    return {"field": field, "before": before, "after": after, "worse": worse, "tolerance": tolerance}
+    passing = None if worse is None else f"{field}={short(worse, ROUND_CEILING)}"
+    return {
+        "field": field, "before": before, "after": after, "worse": worse, "tolerance": tolerance, "passing": passing
+    }  # fmt: skip
 
 
 def _differences(before: Report, after: Report, pairs: Mapping[int, tuple[list[int], list[int]] | None]) -> list[str]:

@@ -96,6 +96,7 @@ def run(
     from ..reporting.console import render
     from ..reporting.document import document
     from ..reporting.moved import render_comparison
+    from ..reporting.words import headline
     from ..run import Options, plan
     from ..settings import find_settings
     from .running import measure
@@ -144,13 +145,13 @@ def run(
     results = gates.check(outcome.cases, outcome.probes)
     report = without_nan(document(todo, outcome, results))
     render(console, report)
-    regressed = False
     if before is not None and not outcome.partial:
         moved = compare_reports(
             before, Report(name="this run", document=report), tolerance=allowed, what_if=gates.what_if
         )
         render_comparison(console, moved)
-        report["baseline"], regressed = moved, bool(moved["regressions"])
+        report["baseline"] = moved
+        report["headline"] = headline(report)
     if json_file is not None:
         write_json(json_file, report)
         console.print(f"wrote {json_file}", highlight=False)
@@ -158,6 +159,7 @@ def run(
         console.print(f"wrote {path}", highlight=False)
     if outcome.partial:
         raise KeyboardInterrupt
+    regressed = report.get("baseline", {}).get("regressions")
     if outcome.failed or regressed or not all(result.passed for result in results):
         raise typer.Exit(1)
 

@@ -2,7 +2,8 @@
 
 A case that a gate does not count (a what-if theta, refused, without the field) is skipped and says why; a gate that
 measured nothing has a failure of its own, as it fails the run. So there is a failure exactly where `run` exits with 1.
-Without gates there is one suite of all cases, in which nothing fails.
+Without gates there is one suite of all cases, in which only those fail that could not be measured. A comparison with a
+baseline is a suite of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from .words import Record
+from .words import Record, regression_words
 
 _NOT_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -27,6 +28,8 @@ def junit(documents: Sequence[Record]) -> str:
                 _suite(root, document, f"{run}{gate['gate']}", list(_gate_cases(document, gate)))
         else:
             _suite(root, document, f"{run}cases", list(_plain_cases(document)))
+        if "baseline" in document:
+            _suite(root, document, f"{run}baseline", list(_baseline_cases(document["baseline"])))
     for name in ("tests", "failures", "errors", "skipped"):
         root.set(name, str(sum(int(suite.get(name, "0")) for suite in root)))
     root.set("time", f"{sum(document['seconds'] for document in documents):.3f}")
@@ -78,15 +81,27 @@ def _gate_cases(document: Record, gate: Record) -> Iterator[ET.Element]:
 def _checked(classname: str, result: Record, gate: Record, seconds: float | None) -> ET.Element:
     if result["passed"]:
         return _test(classname, result["case"], None, "", seconds)
-    value = "NaN or infinite" if result["value"] is None else f"{result['value']:.6g}"
-    return _test(classname, result["case"], "failure", f"{gate['field']} {value}, expected {gate['gate']}", seconds)
+    value = result.get("reason") or f"{gate['field']} {result['value']:.6g}"
+    return _test(classname, result["case"], "failure", f"{value}, expected {gate['gate']}", seconds)
 
 
 def _plain_cases(document: Record) -> Iterator[ET.Element]:
     for case in document["cases"]:
         skipped = case["verdict"] in ("vacuous", "refused")
         why = _why_skipped(case, "") if skipped else ""
-        yield _test("diffcheck.case", name_of(case), "skipped" if skipped else None, why, case.get("seconds"))
+        outcome = "skipped" if skipped else None
+        if case["verdict"] == "failed":
+            outcome, why = "failure", case["reason"]
+        yield _test("diffcheck.case", name_of(case), outcome, why, case.get("seconds"))
+
+
+def _baseline_cases(baseline: Record) -> Iterator[ET.Element]:
+    worse: dict[str, list[str]] = {}
+    for regression in baseline["regressions"]:
+        worse.setdefault(regression["case"], []).append(regression_words(regression))
+    for case in baseline["cases"]:
+        said = worse.get(name_of(case))
+        yield _test("diffcheck.baseline", name_of(case), "failure" if said else None, "; ".join(said or ()))
 
 
 def _why_skipped(case: Record, field: str) -> str:

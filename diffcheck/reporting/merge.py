@@ -68,6 +68,7 @@ def merge(documents: Sequence[Record]) -> Record:
         "probes": [probe for document in documents for probe in document["probes"]],
         "notes": list(dict.fromkeys(note for document in documents for note in document["notes"])),
         "recipes": {name: recipe for document in documents for name, recipe in document["recipes"].items()},
+        "partial": any(document["partial"] for document in documents),
         "seconds": sum(document["seconds"] for document in documents),
         "finished": max(document["finished"] for document in documents),
         "stage_evaluations": {
@@ -80,6 +81,7 @@ def merge(documents: Sequence[Record]) -> Record:
             "length": max(document["inputs"]["length"] for document in documents),
         },
     }
+    found.pop("baseline", None)  # a run's own, not that of all
     for name in ("environment", "checkpoint"):
         if any(document[name] != first[name] for document in documents):
             found["notes"].append(f"the reports differ in {name}: shown is that of the first")

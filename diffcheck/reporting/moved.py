@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from decimal import ROUND_CEILING
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from ..gates import short
-from ..regression import LEVEL
-from .words import Record
+from .words import Record, regression_words
 
 SHOWN = 3
 """How many of the cases that only one report has are named."""
@@ -29,19 +26,19 @@ def render_comparison(console: Console, found: Record) -> None:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     moved = [case for case in found["cases"] if case["moved"]]
     if moved:
-        console.print(_table(moved))
+        console.print(_table(moved, found["level"]))
     still = len(found["cases"]) - len(moved)
     console.print(f"{len(moved)} cases moved, {still} did not.", highlight=False)
     for line in _significance(found):
         console.print(line, highlight=False, soft_wrap=True)
     for regression in found["regressions"]:
-        console.print(f"REGRESSION: {_words(regression)}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"REGRESSION: {regression_words(regression)}", highlight=False, markup=False, soft_wrap=True)
     if not found["regressions"]:
         allowed = ", ".join(f"{name}={value:g}" for name, value in found["tolerance"].items())
         console.print(f"no regression within {allowed}", highlight=False, soft_wrap=True)
 
 
-def _table(moved: list[Record]) -> Table:
+def _table(moved: list[Record], level: float) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1))
     for name in ("layer", "precision", "theta", "J tied", "change [95 %]", "p", "lost", "mass", "score", "kernel"):
         left = name in ("precision", "theta")
@@ -56,7 +53,7 @@ def _table(moved: list[Record]) -> Table:
             case["theta_setting"],
             _change(fields, "jaccard_tied", ".3f"),
             _interval(test),
-            "" if test is None else f"{test['p_holm']:.2g}{'*' if test['p_holm'] < LEVEL else ''}",
+            "" if test is None else f"{test['p_holm']:.2g}{'*' if test['p_holm'] < level else ''}",
             _change(fields, "needles_lost", "g"),
             _change(fields, "attention_mass_lost", ".2%"),
             _change(fields, "score_rel_error", ".2g"),
@@ -97,23 +94,12 @@ def _significance(found: Record) -> list[str]:
     rows, blocks = (sorted({test[name] for test in tests}) for name in ("rows", "blocks"))
     lines = [
         f"p: the mean difference over {_range(rows)} paired rows, signs flipped in {_range(blocks)} blocks of "
-        f"neighbouring rows, two-sided, Holm over all {len(tests)} tests; * below {LEVEL:g}."
+        f"neighbouring rows, two-sided, Holm over all {len(tests)} tests; * below {found['level']:g}."
     ]
-    if max(test["smallest_p"] for test in tests) * len(tests) >= LEVEL:
+    if max(test["smallest_p"] for test in tests) * len(tests) >= found["level"]:
         lines.append("So few blocks in so many tests cannot give a p below that, however large a difference is.")
     return lines
 
 
 def _range(values: list[int]) -> str:
     return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
-
-
-def _words(regression: Record) -> str:
-    r = regression
-    if r["worse"] is None:
-        after = "no number" if r["after"] is None else r["after"]
-        return f"{r['case']}: {r['field']} {r['before']} -> {after}"
-    return (
-        f"{r['case']}: {r['field']} {r['before']:.6g} -> {r['after']:.6g}, worse by {r['worse']:.4g}, tolerance "
-        f"{r['tolerance']:g}; {r['field']}={short(r['worse'], ROUND_CEILING)} would have passed"
-    )

@@ -92,6 +92,10 @@ def headline(document: Record) -> Record:
     failed = [gate for gate in document["gates"] if not gate["passed"]]
     if failed:
         sentence = f"Gate {', '.join(gate['gate'] for gate in failed)} failed. {sentence}"
+    regressions = document.get("baseline", {}).get("regressions", ())
+    if regressions:
+        first = f"{regressions[0]['case']}, {regressions[0]['field']}"
+        sentence = f"Worse than the baseline in {len(regressions)} numbers, first {first}. {sentence}"
     lacking = [case for case in document["cases"] if case["verdict"] == "failed"]
     if lacking:
         sentence = f"{len(lacking)} of {len(document['cases'])} cases failed: {lacking[0]['reason']}. {sentence}"
@@ -110,6 +114,18 @@ def gate_words(gate: Record) -> str:
         return f"gate {gate['gate']}: FAILED: nothing was measured ({gate['source']})"
     would = "" if gate["passing"] is None else f"; {gate['passing']} would have passed"
     return f"gate {gate['gate']}: FAILED ({gate['measured']} cases, {gate['source']}{would})"
+
+
+def regression_words(regression: Record) -> str:
+    """What became worse than a baseline, by how much, and the tolerance that would have passed."""
+    r = regression
+    if r["worse"] is None:
+        after = "no number" if r["after"] is None else r["after"]
+        return f"{r['case']}: {r['field']} {r['before']} -> {after}"
+    return (
+        f"{r['case']}: {r['field']} {r['before']:.6g} -> {r['after']:.6g}, worse by {r['worse']:.4g}, tolerance "
+        f"{r['tolerance']:g}; {r['passing']} would have passed"
+    )
 
 
 def _verdict(document: Record) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import numpy as np
@@ -363,3 +364,20 @@ def test_a_baseline_is_read_before_any_work(cli, mini, made, tmp_path):
         assert status == 2
         assert message in err
         assert err.count("\n") == 1, "one line, and no progress"
+
+
+def test_junit_and_headline_name_what_became_worse(cli, mini, made, tmp_path):
+    better = json.loads((made / "good.json").read_text())
+    better["cases"][1]["jaccard_tied"] += 0.05
+    (tmp_path / "better.json").write_text(json.dumps(better))
+    out, junit = tmp_path / "out.json", tmp_path / "junit.xml"
+    options = ["--baseline", tmp_path / "better.json", "--json", out, "--junit", junit]
+    assert cli("run", "--checkpoint", mini, *QUICK, *options)[0] == 1
+    sentence = json.loads(out.read_text())["headline"]["sentence"]
+    assert sentence.startswith(
+        "Worse than the baseline in 1 numbers, first layer 4 fp4 theta checkpoint, jaccard_tied. No fault:"
+    )
+    suites = {suite.get("name"): suite for suite in ET.parse(junit).getroot()}
+    assert set(suites) == {"cases", "baseline"}
+    assert [test.find("failure") is not None for test in suites["baseline"].iter("testcase")] == [False, True]
+    assert "worse by 0.05" in suites["baseline"].find(".//failure").get("message")

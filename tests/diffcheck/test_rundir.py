@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_finished_cases_are_not_run_again(run, tmp_path):
     assert (status, measured) == (0, 0)
     assert err == "3 of 3 cases are done, found in kept\n"
     first, second = (json.loads((tmp_path / name).read_text()) for name in ("a.json", "b.json"))
-    changing = ("seconds", "command", "stage_evaluations")
+    changing = ("seconds", "finished", "command", "stage_evaluations")
     assert {k: v for k, v in first.items() if k not in changing} == {
         k: v for k, v in second.items() if k not in changing
     }
@@ -191,6 +192,7 @@ def test_an_interrupt_reports_what_is_finished(interrupted, run, tmp_path):
     report = json.loads((tmp_path / "a.json").read_text())
     Draft202012Validator(load_schema("run")).validate(report)
     assert report["partial"] is True
+    assert report["headline"]["sentence"].startswith("Interrupted after 2 cases. ")
     assert [case["precision"] for case in report["cases"]] == ["reference", "fp8"]
     assert run("--json", "b.json", "--run-dir", "kept", "--resume")[3] == 1, "the third case only"
     assert run("--json", "c.json")[3] == 3
@@ -236,8 +238,11 @@ def test_a_case_without_memory_does_not_end_the_run(run, tmp_path, monkeypatch, 
     """Fails in the second case and in its second try, then works again."""
     source = (tmp_path / "mine.py").read_text().replace("Mine.calls >= int(at)", f"{CALLS} < Mine.calls <= {CALLS + 2}")
     (tmp_path / "mine.py").write_text(source)
-    options = ["--json", "a.json", "--run-dir", "kept"]
+    options = ["--json", "a.json", "--run-dir", "kept", "--junit", "junit.xml"]
     status, out, _, _ = run(*options, what=f"{what} 0")
+    (failure,) = ET.parse("junit.xml").getroot().iter("failure")
+    assert "fp8 theta checkpoint: out of memory" in failure.text
+    assert "1 of 3 cases failed: out of memory" in json.loads((tmp_path / "a.json").read_text())["headline"]["sentence"]
     assert status == 1
     (line,) = [line for line in out.splitlines() if line.startswith("FAILED: ")]
     assert line.startswith("FAILED: layer 4 fp8 theta checkpoint: out of memory")
