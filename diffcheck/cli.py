@@ -1,7 +1,7 @@
 """The command line: all commands in one app, and what their errors become.
 
-Exit codes: 0 passed, 1 a gate failed or a fault was found, 2 bad usage or input, 3 the environment lacks what was asked
-for, 130 interrupted. Errors are one line on stderr; a traceback means a bug in diffcheck.
+Exit codes: 0 passed, 1 a gate or a case failed or a fault was found, 2 bad usage or input, 3 the environment lacks what
+was asked for, 130 interrupted. Errors are one line on stderr; a traceback means a bug in diffcheck.
 """
 
 from __future__ import annotations

@@ -118,7 +118,8 @@ def compare_reports(before: Report, after: Report, *, tolerance: Mapping[str, fl
     """
     check_comparable(before, after.document["cases"], after.name)
     old, new = ({_key(c): c for c in report.document["cases"]} for report in (before, after))
-    pairs = {layer: _pairing(before, after, layer) for layer in dict.fromkeys(c["layer"] for c in old.values())}
+    layers = dict.fromkeys(case["layer"] for key, case in old.items() if key in new)
+    pairs = {layer: _pairing(before, after, layer) for layer in layers}
     cases, regressions = [], []
     for key in (key for key in old if key in new):
         a, b = old[key], new[key]
@@ -254,7 +255,7 @@ def _differences(before: Report, after: Report, pairs: Mapping[int, tuple[list[i
     layers = [
         (layer, a["layers"][layer], b["layers"][layer]) for layer in a.get("layers", {}) if layer in b.get("layers", {})
     ]
-    other = [layer for layer, x, y in layers if x["weights"] != y["weights"]]
+    other = [layer for layer, x, y in layers if int(layer) in pairs and x["weights"] != y["weights"]]
     if other:
         notes.append(f"layer {', '.join(other)}: other weights")
     unpaired = [str(layer) for layer, pairing in pairs.items() if pairing is None]

@@ -95,13 +95,15 @@ def test_planted_faults_are_caught_and_explained(user, fault):
     result.stdout.fnmatch_lines(lines)
 
 
+def shape(text):
+    return [" ".join(re.sub(r"[-+]?[0-9]+[0-9.]*", "#", line).split()) for line in text.splitlines()]
+
+
 def test_the_documented_message_is_what_is_said(user):
     change, _, _ = FAULTS["scores rounded to bf16"]
     (shown,) = re.findall(r"```text\n(selection is wrong.*?)```", DOC, flags=re.DOTALL)
-    printed = user(*change).stdout.str()
-    for line in shown.splitlines():
-        assert line.strip().split(" ")[0] in printed, "each kind of line"
-    assert re.search(r"k-th score [-0-9.]+, next lower [-0-9.]+ \(margin [0-9.e-]+\); allowed at a tie: 0", printed)
+    printed = "\n".join(shape(user(*change).stdout.str()))
+    assert all(line in printed for line in shape(shown))
 
 
 SMALL = """
