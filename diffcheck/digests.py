@@ -19,5 +19,5 @@ def tensor_digest(*tensors: Tensor | None) -> str:
     for tensor in tensors:
         found.update(repr(None if tensor is None else (str(tensor.dtype), list(tensor.shape))).encode())
         if tensor is not None:
-            found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()[:16]

@@ -20,7 +20,9 @@ def measure(todo: Plan, text: TextRun | None, run_dir: Path | None, *, resume: b
     with ExitStack() as stack:
         journal = None
         if run_dir is not None:
-            journal = stack.enter_context(open_run(run_dir, todo, resume=resume, text=text and text.digest))
+            journal = stack.enter_context(
+                open_run(run_dir, todo, resume=resume, text=None if text is None else text.digest)
+            )
         if text is not None:
             try:
                 todo = plan(text.capture(run_dir, resume=resume))

@@ -90,7 +90,7 @@ class Layer:
 
 def made_up_config(**changes: Any) -> IndexerConfig:
     """A tiny indexer with the published constants; `changes` replaces fields. Layer 1 is its indexer layer."""
-    fields = {
+    fields: dict[str, Any] = {
         "hidden_size": 64,
         "q_lora_rank": 128,
         "index_n_heads": 4,

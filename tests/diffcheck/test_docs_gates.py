@@ -43,7 +43,7 @@ def test_every_command_runs(cli, place, monkeypatch):
         Path("diffcheck.toml").unlink(missing_ok=True)
     (explained,) = [out for command, out in printed.items() if "--explain-gates" in command]
     assert TEXTS[1].rstrip("…\n") in explained
-    assert len(json.loads(Path("report.json").read_text())["cases"]) == 16
+    assert len(json.loads(Path("report.json").read_text())["cases"]) == 8
     assert [command[0] for command in COMMANDS].count("compare") == 1
 
 
