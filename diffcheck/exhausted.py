@@ -6,13 +6,13 @@ import gc
 
 import torch
 
-_CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")
-"""What torch's CPU allocator says: it raises a plain RuntimeError."""
+_PLAIN = ("can't allocate memory", "not enough memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What torch's CPU allocator and CUDA's libraries say in a RuntimeError of no type of its own."""
 
 
 def out_of_memory(error: BaseException) -> str | None:
     """The first line of what an allocator said, or None for an error of another kind."""
-    plain = isinstance(error, RuntimeError) and any(words in str(error) for words in _CPU_ALLOCATOR)
+    plain = isinstance(error, RuntimeError) and any(words in str(error) for words in _PLAIN)
     if not plain and not isinstance(error, torch.OutOfMemoryError | MemoryError):
         return None
     said = str(error).strip().split("\n")[0].rstrip(".")

@@ -14,7 +14,7 @@ from .words import Record, headline, summary
 CASE_KEY = ("layer", "precision", "theta_setting", "length", "backend")
 NEEDED = (
     "cases", "gates", "probes", "notes", "recipes", "reference", "inputs", "checkpoint", "environment", "finished",
-    "command", "seconds", "headline", "summary", "stage_evaluations",
+    "partial", "layers", "command", "seconds", "headline", "summary", "stage_evaluations",
 )  # fmt: skip
 NEEDED_OF_A_CASE = ("layer", "precision", "theta_setting", "what_if", "verdict", "length")
 NEEDED_OF_A_MEASURED_CASE = ("by_visible", "margins", "stages", "survival", "jaccard_kernel")

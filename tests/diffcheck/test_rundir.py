@@ -285,6 +285,7 @@ def test_other_errors_are_not_lack_of_memory():
         "out of memory (CUDA out of memory. Tried)"
     )
     assert out_of_memory(MemoryError()) == "out of memory"
+    assert out_of_memory(RuntimeError("CUDA error: out of memory\nCompile with")) is not None
 
 
 # ----------------------------------------------------------------------------------------------------------- digests
