@@ -319,6 +319,9 @@ def test_capture_then_run(cli, mini, tmp_path):
     second = json.loads(out.read_text())
     assert {**second["cases"][0], "seconds": 0} == {**first, "seconds": 0}
     assert first["attention_mass_lost"] > 0
+    known = [value for value in first["rows"]["attention_mass_lost"] if value is not None]
+    assert len(known) == first["attention_mass_rows"]
+    assert sum(known) / len(known) == pytest.approx(first["attention_mass_lost"], rel=1e-3)
     assert second["inputs"]["proxy"] is False
     assert (tmp_path / "kept" / "trace.safetensors").is_file()
     again = ["run", *options, "--tokens", ids, "--run-dir", tmp_path / "kept", *what]
@@ -328,6 +331,8 @@ def test_capture_then_run(cli, mini, tmp_path):
     assert err.startswith("layers 0 to 2 are")
     assert "1 of 1 cases are done" in err
     assert json.loads(out.read_text())["cases"] == second["cases"], "not even the seconds are new"
+    (tmp_path / "kept" / "records.jsonl").unlink()  # as after an interrupt of the forward pass
+    one_line_error(cli(*again), "holds finished layers, expected --resume or an empty directory")
 
 
 def test_a_proxy_says_so_everywhere(cli, mini, tmp_path):

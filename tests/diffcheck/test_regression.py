@@ -78,6 +78,8 @@ def test_worse_by_more_than_its_tolerance(change, worse):
 
 def test_exactly_the_tolerance_passes():
     assert regressions(case(jaccard_tied=0.9), case(jaccard_tied=0.8), jaccard_tied=0.1) == []
+    assert 0.8 - 0.7 > 0.1, "in floating point"
+    assert regressions(case(jaccard_tied=0.8), case(jaccard_tied=0.7), jaccard_tied=0.1) == []
     assert regressions(case(needles_lost=1), case(needles_lost=3), needles_lost=2) == []
 
 
@@ -314,6 +316,14 @@ def test_compare_names_the_case_that_became_worse(cli, made, tmp_path):
     status, printed, _ = cli("compare", made / "good.json", made / "bad.json", *allow)
     assert status == 0, printed
     assert "no regression within" in printed
+
+
+def test_rows_average_to_the_case(made):
+    for case in json.loads((made / "good.json").read_text())["cases"]:
+        assert set(case["rows"]) == {"jaccard", "jaccard_tied"}
+        for name, values in case["rows"].items():
+            assert len(values) == case["queries"] == 64
+            assert np.mean(values) == pytest.approx(case[name], abs=1e-4)
 
 
 def test_nothing_moves_between_equal_runs(cli, made):

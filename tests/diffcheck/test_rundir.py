@@ -44,6 +44,8 @@ class Mine:
                 torch.empty(1 << 60, dtype=torch.uint8)
             if what == "bytes":
                 bytearray(1 << 62)
+            if what == "raise":
+                raise RuntimeError("an illegal memory access")
         return select_topk(scores, visible, k)
 '''
 CALLS = 3  # of the top-k in a case: in the chain, judged on the emulation's scores, and repeated
@@ -170,11 +172,11 @@ def interrupted(mini, tmp_path):
             env=os.environ | {"MINE": f"wait {at}", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         try:
-            until = time.monotonic() + 60
+            until = time.monotonic() + 180
             while calls.stat().st_size < at and process.poll() is None and time.monotonic() < until:
                 time.sleep(0.02)
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=90)
         finally:
             process.kill()
         return process.returncode, out, err
@@ -201,12 +203,14 @@ def test_an_interrupt_reports_what_is_finished(interrupted, run, tmp_path):
 
 
 def test_an_interrupt_before_the_first_case(interrupted, tmp_path):
-    status, out, err = interrupted("--json", "a.json", case=0)
+    forms = ["--html", "a.html", "--markdown", "a.md", "--metrics", "a.prom"]
+    status, out, err = interrupted("--json", "a.json", *forms, case=0)
     assert status == 130
     assert "interrupted: 0 of 3 cases are finished" in err
     assert "vacuous" not in out
     report = json.loads((tmp_path / "a.json").read_text())
     assert (report["partial"], report["cases"]) == (True, [])
+    assert all((tmp_path / name).is_file() for name in forms[1::2])
 
 
 def test_a_second_interrupt_ends_at_once():
@@ -238,7 +242,8 @@ def test_a_case_without_memory_does_not_end_the_run(run, tmp_path, monkeypatch, 
     """Fails in the second case and in its second try, then works again."""
     source = (tmp_path / "mine.py").read_text().replace("Mine.calls >= int(at)", f"{CALLS} < Mine.calls <= {CALLS + 2}")
     (tmp_path / "mine.py").write_text(source)
-    options = ["--json", "a.json", "--run-dir", "kept", "--junit", "junit.xml"]
+    forms = ["--junit", "junit.xml", "--html", "a.html", "--markdown", "a.md", "--metrics", "a.prom"]
+    options = ["--json", "a.json", "--run-dir", "kept", *forms]
     status, out, _, _ = run(*options, what=f"{what} 0")
     (failure,) = ET.parse("junit.xml").getroot().iter("failure")
     assert "fp8 theta checkpoint: out of memory" in failure.text
@@ -276,6 +281,12 @@ def test_a_reference_without_memory_fails_the_layers_cases(run, monkeypatch, tmp
     assert {case["verdict"] for case in cases(tmp_path / "a.json")} == {"failed"}
     assert out.count("FAILED: ") == 3
     assert "the reference ran out of memory" in out
+
+
+def test_other_errors_end_the_run_but_not_what_is_kept(run):
+    with pytest.raises(RuntimeError, match="illegal"):
+        run("--run-dir", "kept", what=f"raise {2 * CALLS + 1}")
+    assert run("--run-dir", "kept", "--resume")[3] == 1
 
 
 def test_other_errors_are_not_lack_of_memory():

@@ -70,6 +70,9 @@ def test_nan_and_infinity():
         got[0, column] = value
         text = message(got, special)
         assert f"worst at [0, {column}]" in text
+    got = WANT.clone()
+    got.view(-1)[:21] = math.nan
+    assert "1.050% by more than one bfloat16 ulp" in message(got)
 
 
 def test_only_visible_scores():
