@@ -70,8 +70,9 @@ def _gates(gates: Sequence[Record]) -> list[str]:
         failed = gate["failed"][:MOST_FAILURES]
         more = [f"and {len(gate['failed']) - len(failed)} more"] if len(gate["failed"]) > len(failed) else []
         said = "; ".join(failed + more) or ("" if gate["measured"] else "nothing was measured")
-        rows.append([gate["gate"], "passed" if gate["passed"] else "FAILED", str(gate["measured"]), said])
-    return _table(("gate", "result", "cases", "failed in"), rows)
+        result = "passed" if gate["passed"] else "FAILED"
+        rows.append([gate["gate"], result, str(gate["measured"]), gate["passing"] or "", said])
+    return _table(("gate", "result", "cases", "would have passed", "failed in"), rows)
 
 
 def _row(group: Group) -> list[str]:

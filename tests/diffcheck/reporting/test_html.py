@@ -175,8 +175,9 @@ def test_recipes_and_gates(read, run_document):
     assert [row[:3] for row in gates] == [
         ["jaccard_tied>=0.9", "FAILED", "8 cases"], ["jaccard_kernel>=0.999", "passed", "8 cases"],
     ]  # fmt: skip
+    assert gates[0][3:5] == ["command line", run_document["gates"][0]["passing"]]
     for failure in run_document["gates"][0]["failed"]:
-        assert failure in gates[0][3]
+        assert failure in gates[0][5]
 
 
 def details_of(text):
