@@ -17,10 +17,21 @@ from . import aggregate, charts
 from .charts import Chart
 from .details import details, packed
 from .sections import HEAT_EDGES, LADDER_EDGES, sections
-from .words import HEAD_BINS, TAIL_BIN, Record, differences, error, is_measured, number, step_lines, survival_below
+from .words import (
+    HEAD_BINS,
+    TAIL_BIN,
+    Record,
+    differences,
+    error,
+    is_measured,
+    number,
+    regression_words,
+    step_lines,
+    survival_below,
+)
 
 ALL_CASES = 400
-STATUS = {"fault": "Fault", "differs": "Differs", "same": "Same", "untested": "Not tested"}
+STATUS = {"fault": "Fault", "failed": "Failed", "differs": "Differs", "same": "Same", "untested": "Not tested"}
 CASE_COLUMNS = (
     "layer", "precision", "theta", "tokens", "verdict", "first stage", "lost", "mass", "rank", "head", "tail", "J",
     "J tied", "J ideal", "recall", "worst", "score", "format", "kernel", "B",
@@ -54,6 +65,8 @@ def page(document: Record) -> str:
         rows=[_case_row(case) for case in cases] if single else [_group_row(g) for g in aggregate.groups(cases)],
         recipes=_recipes(document),
         steps=step_lines(document),
+        regressions=[regression_words(found) for found in document.get("baseline", {}).get("regressions", ())],
+        moved=_moved(document),
         probes=[describe(probe) for probe in document["probes"]],
         details=packed(details(cases)),
         chart=charts,
@@ -92,6 +105,15 @@ def _group_row(group: aggregate.Group) -> list[str]:
         number(group.jaccard_kernel),
         *(error(v) for v in (group.score_rel_error, group.format_error, group.kernel_error)),
     ]
+
+
+def _moved(document: Record) -> list[list[str]]:
+    """Every number that moved against the baseline: case, field, before, after."""
+    return [
+        [f"layer {c['layer']} {c['precision']} theta {c['theta_setting']}", name, *(f"{v:.4g}" if v is not None else "-"
+         for v in (change["before"], change["after"]))]
+        for c in document.get("baseline", {}).get("cases", ()) for name, change in c["fields"].items()
+    ]  # fmt: skip
 
 
 def _recipes(document: Record) -> list[tuple[str, list[tuple[str, str, str]]]]:

@@ -52,6 +52,13 @@ class TestMarkdown:
         assert sentence.startswith("Gate jaccard\\_tied>=0.9 failed. Wrong setting: q-only-hadamard runs")
         assert text.count("<details>") == text.count("</details>") == 2
 
+    def test_regressions_are_listed(self, run_document):
+        worse = {"case": "layer 2 fp8 theta checkpoint", "field": "jaccard_tied", "before": 0.9, "after": 0.5,
+                 "worse": 0.4, "tolerance": 0.005, "passing": "jaccard_tied=0.4"}  # fmt: skip
+        text = markdown(run_document | {"baseline": {"before": "old.json", "cases": [], "regressions": [worse] * 12}})
+        assert text.count("- layer 2 fp8 theta checkpoint: jaccard\\_tied 0.9 -> 0.5, worse by 0.4") == 10
+        assert "- and 2 more" in text
+
     def test_fits_into_a_comment(self, run_document, synthetic):
         documents = synthetic.synthetic_documents(run_document, [4096, 8192])
         gate = copy.deepcopy(run_document["gates"][0])

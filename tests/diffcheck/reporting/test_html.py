@@ -262,6 +262,21 @@ def test_nothing_measured(cli, mini, tmp_path, html_tables):
     html_tables.Page(page(empty))
 
 
+def test_the_baseline(run_document, html_tables):
+    change = {"jaccard_tied": {"before": 0.9, "after": 0.5}, "needle_rank_median": {"before": 3.0, "after": None}}
+    case = run_document["cases"][0] | {"fields": change}
+    worse = {"case": "layer 2 fp8 theta checkpoint", "field": "jaccard_tied", "before": 0.9, "after": 0.5,
+             "worse": 0.4, "tolerance": 0.005, "passing": "jaccard_tied=0.4"}  # fmt: skip
+    text = page(run_document | {"baseline": {"before": "old.json", "cases": [case], "regressions": [worse]}})
+    found = html_tables.Page(text)
+    check_alone(found)
+    (rows,) = [table["rows"] for table in found.tables if table["section"] == "baseline"]
+    name = "layer 2 reference theta checkpoint"
+    assert rows[1:] == [[name, "jaccard_tied", "0.9", "0.5"], [name, "needle_rank_median", "3", "-"]]
+    assert "old.json: 1 numbers are worse than tolerated" in text
+    assert "jaccard_tied 0.9 -&gt; 0.5, worse by 0.4, tolerance 0.005" in text
+
+
 @pytest.fixture(scope="module")
 def browser():
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
