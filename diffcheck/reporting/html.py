@@ -32,6 +32,7 @@ from .words import (
 
 ALL_CASES = 400
 STATUS = {"fault": "Fault", "failed": "Failed", "differs": "Differs", "same": "Same", "untested": "Not tested"}
+WRONG = ("kernel", "config", "failed")
 CASE_COLUMNS = (
     "layer", "precision", "theta", "tokens", "verdict", "first stage", "lost", "mass", "rank", "head", "tail", "J",
     "J tied", "J ideal", "recall", "worst", "score", "format", "kernel", "B",
@@ -62,7 +63,7 @@ def page(document: Record) -> str:
         ladder_edges=LADDER_EDGES,
         single=single,
         columns=CASE_COLUMNS if single else GROUP_COLUMNS,
-        rows=[_case_row(case) for case in cases] if single else [_group_row(g) for g in aggregate.groups(cases)],
+        rows=_rows(cases, single),
         recipes=_recipes(document),
         steps=step_lines(document),
         regressions=[regression_words(found) for found in document.get("baseline", {}).get("regressions", ())],
@@ -71,6 +72,16 @@ def page(document: Record) -> str:
         details=packed(details(cases)),
         chart=charts,
     )
+
+
+def _rows(cases: Sequence[Record], single: bool) -> list[tuple[str, list[str]]]:
+    """(a class for rows that are wrong, cells) of each case, or of each precision; a what-if is never wrong."""
+    what_if = {case["theta_setting"] for case in cases if case["what_if"]}
+    if single:
+        named = [(case["theta_setting"], case["verdict"], _case_row(case)) for case in cases]
+    else:
+        named = [(group.theta, group.verdict, _group_row(group)) for group in aggregate.groups(cases)]
+    return [(verdict if verdict in WRONG and theta not in what_if else "", row) for theta, verdict, row in named]
 
 
 def _case_row(case: Record) -> list[str]:
