@@ -150,7 +150,7 @@ def run(
             before, Report(name="this run", document=report), tolerance=allowed, what_if=gates.what_if
         )
         render_comparison(console, moved)
-        report["baseline"] = moved
+        report["baseline"] = without_nan(moved)
         report["headline"] = headline(report)
     if json_file is not None:
         write_json(json_file, report)

@@ -14,7 +14,7 @@ from typing import Any
 
 from .words import HEAD_BINS, TAIL_BIN, Record, is_measured, survival_below
 
-VERDICTS = ("kernel", "config", "format", "same", "vacuous", "refused")
+VERDICTS = ("failed", "kernel", "config", "format", "same", "vacuous", "refused")
 """From worst to not measured."""
 
 

@@ -17,10 +17,22 @@ from . import aggregate, charts
 from .charts import Chart
 from .details import details, packed
 from .sections import HEAT_EDGES, LADDER_EDGES, sections
-from .words import HEAD_BINS, TAIL_BIN, Record, differences, error, is_measured, number, step_lines, survival_below
+from .words import (
+    HEAD_BINS,
+    TAIL_BIN,
+    Record,
+    differences,
+    error,
+    is_measured,
+    number,
+    regression_words,
+    step_lines,
+    survival_below,
+)
 
 ALL_CASES = 400
-STATUS = {"fault": "Fault", "differs": "Differs", "same": "Same", "untested": "Not tested"}
+STATUS = {"fault": "Fault", "failed": "Failed", "differs": "Differs", "same": "Same", "untested": "Not tested"}
+WRONG = ("kernel", "config", "failed")
 CASE_COLUMNS = (
     "layer", "precision", "theta", "tokens", "verdict", "first stage", "lost", "mass", "rank", "head", "tail", "J",
     "J tied", "J ideal", "recall", "worst", "score", "format", "kernel", "B",
@@ -51,13 +63,25 @@ def page(document: Record) -> str:
         ladder_edges=LADDER_EDGES,
         single=single,
         columns=CASE_COLUMNS if single else GROUP_COLUMNS,
-        rows=[_case_row(case) for case in cases] if single else [_group_row(g) for g in aggregate.groups(cases)],
+        rows=_rows(cases, single),
         recipes=_recipes(document),
         steps=step_lines(document),
+        regressions=[regression_words(found) for found in document.get("baseline", {}).get("regressions", ())],
+        moved=_moved(document),
         probes=[describe(probe) for probe in document["probes"]],
         details=packed(details(cases)),
         chart=charts,
     )
+
+
+def _rows(cases: Sequence[Record], single: bool) -> list[tuple[str, list[str]]]:
+    """(a class for rows that are wrong, cells) of each case, or of each precision; a what-if is never wrong."""
+    what_if = {case["theta_setting"] for case in cases if case["what_if"]}
+    if single:
+        named = [(case["theta_setting"], case["verdict"], _case_row(case)) for case in cases]
+    else:
+        named = [(group.theta, group.verdict, _group_row(group)) for group in aggregate.groups(cases)]
+    return [(verdict if verdict in WRONG and theta not in what_if else "", row) for theta, verdict, row in named]
 
 
 def _case_row(case: Record) -> list[str]:
@@ -92,6 +116,15 @@ def _group_row(group: aggregate.Group) -> list[str]:
         number(group.jaccard_kernel),
         *(error(v) for v in (group.score_rel_error, group.format_error, group.kernel_error)),
     ]
+
+
+def _moved(document: Record) -> list[list[str]]:
+    """Every number that moved against the baseline: case, field, before, after."""
+    return [
+        [f"layer {c['layer']} {c['precision']} theta {c['theta_setting']}", name, *(f"{v:.4g}" if v is not None else "-"
+         for v in (change["before"], change["after"]))]
+        for c in document.get("baseline", {}).get("cases", ()) for name, change in c["fields"].items()
+    ]  # fmt: skip
 
 
 def _recipes(document: Record) -> list[tuple[str, list[tuple[str, str, str]]]]:

@@ -1,9 +1,9 @@
 """JUnit XML, which CI systems show as tests: one suite a gate, one test case for each case that it could count.
 
 A case that a gate does not count (a what-if theta, refused, without the field) is skipped and says why; a gate that
-measured nothing has a failure of its own, as it fails the run. So there is a failure exactly where `run` exits with 1.
-Without gates there is one suite of all cases, in which only those fail that could not be measured. A comparison with a
-baseline is a suite of its own.
+measured nothing has a failure of its own, as it fails the run. Cases that no gate counted because there is none, or
+because they broke off, are a suite of their own, and so is a comparison with a baseline. So there is a failure or an
+error exactly where `run` exits with 1.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ def junit(documents: Sequence[Record]) -> str:
         if document["gates"]:
             for gate in document["gates"]:
                 _suite(root, document, f"{run}{gate['gate']}", list(_gate_cases(document, gate)))
+            broken = [case for case in document["cases"] if case["verdict"] == "failed"]
+            if broken:
+                _suite(root, document, f"{run}cases that broke off", list(_plain_cases(broken)))
         else:
-            _suite(root, document, f"{run}cases", list(_plain_cases(document)))
+            _suite(root, document, f"{run}cases", list(_plain_cases(document["cases"])))
         if "baseline" in document:
             _suite(root, document, f"{run}baseline", list(_baseline_cases(document["baseline"])))
     for name in ("tests", "failures", "errors", "skipped"):
@@ -82,16 +85,18 @@ def _checked(classname: str, result: Record, gate: Record, seconds: float | None
     if result["passed"]:
         return _test(classname, result["case"], None, "", seconds)
     value = result.get("reason") or f"{gate['field']} {result['value']:.6g}"
-    return _test(classname, result["case"], "failure", f"{value}, expected {gate['gate']}", seconds)
+    would = f"; {gate['passing']} would have passed" if gate["passing"] else ""
+    return _test(classname, result["case"], "failure", f"{value}, expected {gate['gate']}{would}", seconds)
 
 
-def _plain_cases(document: Record) -> Iterator[ET.Element]:
-    for case in document["cases"]:
-        skipped = case["verdict"] in ("vacuous", "refused")
-        why = _why_skipped(case, "") if skipped else ""
-        outcome = "skipped" if skipped else None
+def _plain_cases(cases: Sequence[Record]) -> Iterator[ET.Element]:
+    for case in cases:
         if case["verdict"] == "failed":
-            outcome, why = "failure", case["reason"]
+            outcome, why = "error", str(case["reason"])
+        elif case["verdict"] in ("vacuous", "refused"):
+            outcome, why = "skipped", _why_skipped(case, "")
+        else:
+            outcome, why = None, ""
         yield _test("diffcheck.case", name_of(case), outcome, why, case.get("seconds"))
 
 
@@ -119,8 +124,8 @@ def _test(classname: str, name: str, outcome: str | None, message: str, seconds:
     test = ET.Element("testcase", attributes)
     if outcome is not None:
         child = ET.SubElement(test, outcome, message=_clean(message))
-        if outcome == "failure":
-            child.set("type", "gate")
+        if outcome != "skipped":
+            child.set("type", classname.removeprefix("diffcheck."))
             child.text = _clean(f"{name}: {message}")
     return test
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from .aggregate import Group, groups
 from .html import STATUS
-from .words import Record, error, is_measured, number, step_lines
+from .words import Record, error, is_measured, number, regression_words, step_lines
 
 MOST_ROWS = 40
 MOST_FAILURES = 10
@@ -25,6 +25,11 @@ def markdown(document: Record) -> str:
     lines = [f"### diffcheck: {STATUS[headline['status']].lower()}", "", cell(headline["sentence"]), ""]
     if document["gates"]:
         lines += _gates(document["gates"])
+    regressions = [regression_words(found) for found in document.get("baseline", {}).get("regressions", ())]
+    if regressions:
+        shown = regressions[:MOST_FAILURES]
+        more = [f"and {len(regressions) - len(shown)} more"] if len(regressions) > len(shown) else []
+        lines += ["Worse than the baseline:", "", *(f"- {cell(line)}" for line in shown + more), ""]
     whole = groups(document["cases"])
     what_if = {case["theta_setting"] for case in document["cases"] if case["what_if"]}
     lines += _table(COLUMNS, [_row(group) for group in whole if group.theta not in what_if])
@@ -70,8 +75,9 @@ def _gates(gates: Sequence[Record]) -> list[str]:
         failed = gate["failed"][:MOST_FAILURES]
         more = [f"and {len(gate['failed']) - len(failed)} more"] if len(gate["failed"]) > len(failed) else []
         said = "; ".join(failed + more) or ("" if gate["measured"] else "nothing was measured")
-        rows.append([gate["gate"], "passed" if gate["passed"] else "FAILED", str(gate["measured"]), said])
-    return _table(("gate", "result", "cases", "failed in"), rows)
+        result = "passed" if gate["passed"] else "FAILED"
+        rows.append([gate["gate"], result, str(gate["measured"]), gate["passing"] or "", said])
+    return _table(("gate", "result", "cases", "would have passed", "failed in"), rows)
 
 
 def _row(group: Group) -> list[str]:

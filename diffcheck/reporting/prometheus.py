@@ -91,7 +91,7 @@ def _lines(document: Record) -> Iterator[str]:
     }
     status = {"status": document["headline"]["status"]}
     finished = datetime.fromisoformat(document["finished"]).timestamp()
-    yield from _gauge("run_status", "1 for fault, differs, same or untested.", [(checkpoint | status, 1)])
+    yield from _gauge("run_status", "1 for fault, failed, differs, same or untested.", [(checkpoint | status, 1)])
     yield from _gauge("run_info", "Versions and machine.", [(checkpoint | info, 1)])
     yield from _gauge("run_cases", "Cases of the run.", [(checkpoint, len(document["cases"]))])
     yield from _gauge("run_duration_seconds", "Time of the run.", [(checkpoint, document["seconds"])])

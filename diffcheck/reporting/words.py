@@ -82,8 +82,9 @@ def headline(document: Record) -> Record:
     """The verdict in one sentence, with its cause, and its `status`.
 
     fault: a kernel departs from its own recipe, or a recipe from the reference in more than formats and roundings;
-    differs: formats and roundings move the selection; same; untested: nothing was measured. What-if thetas do not
-    count. Failed gates are named first.
+    failed: a gate, a case or the comparison with a baseline did, or the run was interrupted; differs: formats and
+    roundings move the selection; same; untested: nothing was measured. What-if thetas do not count. What failed is
+    named first.
     """
     status, sentence = _verdict(document)
     wrong = [probe for probe in document["probes"] if probe["causes"]]
@@ -101,6 +102,8 @@ def headline(document: Record) -> Record:
         sentence = f"{len(lacking)} of {len(document['cases'])} cases failed: {lacking[0]['reason']}. {sentence}"
     if document["partial"]:
         sentence = f"Interrupted after {len(document['cases'])} cases. {sentence}"
+    if status != "fault" and (failed or regressions or lacking or document["partial"]):
+        status = "failed"
     if document["inputs"]["proxy"]:
         sentence = f"{PROXY_MARK} inputs, not hidden states. {sentence}"
     return {"status": status, "sentence": f"{sentence}."}

@@ -1,6 +1,7 @@
 """Markdown, JUnit XML and Prometheus metrics: valid, complete, and with the document's numbers."""
 
 import copy
+import json
 import math
 import re
 from xml.etree import ElementTree as ET
@@ -51,6 +52,13 @@ class TestMarkdown:
         assert sentence.startswith("Gate jaccard\\_tied>=0.9 failed. Wrong setting: q-only-hadamard runs")
         assert text.count("<details>") == text.count("</details>") == 2
 
+    def test_regressions_are_listed(self, run_document):
+        worse = {"case": "layer 2 fp8 theta checkpoint", "field": "jaccard_tied", "before": 0.9, "after": 0.5,
+                 "worse": 0.4, "tolerance": 0.005, "passing": "jaccard_tied=0.4"}  # fmt: skip
+        text = markdown(run_document | {"baseline": {"before": "old.json", "cases": [], "regressions": [worse] * 12}})
+        assert text.count("- layer 2 fp8 theta checkpoint: jaccard\\_tied 0.9 -> 0.5, worse by 0.4") == 10
+        assert "- and 2 more" in text
+
     def test_fits_into_a_comment(self, run_document, synthetic):
         documents = synthetic.synthetic_documents(run_document, [4096, 8192])
         gate = copy.deepcopy(run_document["gates"][0])
@@ -92,7 +100,7 @@ class TestJunit:
         for gate in run_document["gates"]:
             for line in gate["failed"]:
                 name, _, value = line.partition(": ")
-                expected[name] = f"{value}, expected {gate['gate']}"
+                expected[name] = f"{value}, expected {gate['gate']}; {gate['passing']} would have passed"
         assert failed == expected
         assert len(failed) >= 2
         reasons = {case.find("skipped").get("message") for case in root.iter("testcase")
@@ -124,11 +132,41 @@ class TestJunit:
         assert 'layer 2 a<b>&"?? theta checkpoint' in [case.get("name") for case in suite.iter("testcase")]
         assert suite.find(".//skipped").get("message") == "refused: no kernel"
 
+    def test_a_case_that_broke_off_is_an_error(self, run_document):
+        document = copy.deepcopy(run_document)
+        case = document["cases"][0]
+        document["cases"][0] = {
+            name: case[name] for name in ("layer", "precision", "theta_setting", "what_if", "length", "backend")
+        } | {"verdict": "failed", "reason": "out of memory"}  # fmt: skip
+        document["gates"] = [g for g in document["gates"] if g["passed"]]
+        root = ET.fromstring(junit([document]))
+        assert (root.get("failures"), root.get("errors")) == ("0", "1")
+        assert root.find(".//error").get("message") == "out of memory"
+        assert ET.fromstring(junit([document | {"gates": []}])).get("errors") == "1"
+
+    def test_a_regression_is_a_failure(self, cli, mini, tmp_path):
+        report, out = tmp_path / "run.json", tmp_path / "junit.xml"
+        what = ["--layers", "4", "--queries", "16", "--precision", "fp8", "--theta", "checkpoint"]
+        assert cli("run", "--checkpoint", mini, *what, "--json", report)[0] == 0
+        assert cli("run", "--checkpoint", mini, *what, "--baseline", report, "--junit", out)[0] == 0
+        root = ET.fromstring(out.read_text())
+        assert root.get("failures") == "0"
+        assert root[-1].get("name") == "baseline"
+        assert root[-1][-1].get("name") == "layer 4 fp8 theta checkpoint"
+        before = json.loads(report.read_text())
+        before["cases"][0]["jaccard_tied"] = 1.0
+        report.write_text(json.dumps(before))
+        assert cli("run", "--checkpoint", mini, *what, "--baseline", report, "--junit", out)[0] == 1
+        (failure,) = ET.fromstring(out.read_text()).iter("failure")
+        assert failure.get("message").startswith("layer 4 fp8 theta checkpoint: jaccard_tied 1 -> 0.9")
+        assert failure.get("type") == "baseline"
+
     def test_probes_are_tests_too(self, run_document):
         document = copy.deepcopy(run_document)
         probe = {"case": "probe of mine, 262144 entries", "layer": None, "precision": None, "theta_setting": None}
         gate = {"gate": "topk_wrong_rows==0", "field": "topk_wrong_rows", "measured": 1, "passed": False,
                 "failed": ["probe of mine, 262144 entries: topk_wrong_rows 4"],
+                "passing": None, "source": "command line",
                 "checked": [probe | {"value": 4, "passed": False}]}  # fmt: skip
         document["gates"] = [gate]
         root = ET.fromstring(junit([document]))
@@ -242,8 +280,6 @@ class TestRender:
         assert not (tmp_path / "page.html").exists()
 
     def test_an_older_report_says_what_it_lacks(self, cli, run_document, tmp_path):
-        import json
-
         path = tmp_path / "old.json"
         old = copy.deepcopy(run_document)
         for each in old["cases"]:

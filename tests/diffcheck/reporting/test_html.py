@@ -120,6 +120,12 @@ def test_table_of_cases(read, run_document):
         assert found["B"] == f"{case['bytes_per_entry']:g}"
 
 
+def test_what_is_wrong_is_marked(text, run_document):
+    """A wrong setting that is run, not one that is only imagined."""
+    wrong = [c for c in run_document["cases"] if c["verdict"] == "config" and not c["what_if"]]
+    assert text.count('<tr class="config">') == len(wrong) == 2
+
+
 def numbers(read, section, title):
     (table,) = [t["rows"] for t in read.tables if t["section"] == section and t["title"] == title and t["id"] is None]
     return table[0][1:], {row[0]: row[1:] for row in table[1:]}
@@ -175,8 +181,9 @@ def test_recipes_and_gates(read, run_document):
     assert [row[:3] for row in gates] == [
         ["jaccard_tied>=0.9", "FAILED", "8 cases"], ["jaccard_kernel>=0.999", "passed", "8 cases"],
     ]  # fmt: skip
+    assert gates[0][3:5] == ["command line", run_document["gates"][0]["passing"]]
     for failure in run_document["gates"][0]["failed"]:
-        assert failure in gates[0][3]
+        assert failure in gates[0][5]
 
 
 def details_of(text):
@@ -259,6 +266,56 @@ def test_nothing_measured(cli, mini, tmp_path, html_tables):
     assert "<td class=none>vacuous" in text
     empty = json.loads(report.read_text()) | {"cases": []}
     html_tables.Page(page(empty))
+
+
+def test_the_baseline(run_document, html_tables):
+    change = {"jaccard_tied": {"before": 0.9, "after": 0.5}, "needle_rank_median": {"before": 3.0, "after": None}}
+    case = run_document["cases"][0] | {"fields": change}
+    worse = {"case": "layer 2 fp8 theta checkpoint", "field": "jaccard_tied", "before": 0.9, "after": 0.5,
+             "worse": 0.4, "tolerance": 0.005, "passing": "jaccard_tied=0.4"}  # fmt: skip
+    text = page(run_document | {"baseline": {"before": "old.json", "cases": [case], "regressions": [worse]}})
+    found = html_tables.Page(text)
+    check_alone(found)
+    (rows,) = [table["rows"] for table in found.tables if table["section"] == "baseline"]
+    name = "layer 2 reference theta checkpoint"
+    assert rows[1:] == [[name, "jaccard_tied", "0.9", "0.5"], [name, "needle_rank_median", "3", "-"]]
+    assert "old.json: 1 numbers are worse than tolerated" in text
+    assert "jaccard_tied 0.9 -&gt; 0.5, worse by 0.4, tolerance 0.005" in text
+
+
+def luminance(colour):
+    """Relative luminance of #rrggbb as WCAG 2 defines it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one, other):
+    lower, higher = sorted((luminance(one), luminance(other)))
+    return (higher + 0.05) / (lower + 0.05)
+
+
+def test_colours_can_be_read(text):
+    """In light, dark and print: text at 4.5 to 1 at least, lines at 3 to 1 (WCAG 2, level AA)."""
+    themes = [
+        dict(re.findall(r"--([\w-]+): (#[0-9a-f]+)", block)) for block in re.findall(r":root \{(.*?)\}", text, re.S)
+    ]
+    cells = re.findall(r"\.h(\d) \{ background: var\(--h\d\); color: var\(--([\w-]+)\); \}", text)
+    assert (len(themes), len(cells)) == (3, 9)
+    assert set(themes[0]) == set(themes[1]) == set(themes[2])  # a dark page is printed on white paper
+    for changes in themes:
+        theme = {n: v if len(v) > 4 else "#" + "".join(2 * c for c in v[1:]) for n, v in changes.items()}
+        for number, ink in cells:
+            assert contrast(theme[f"h{number}"], theme[ink]) >= 4.5, (number, theme)
+        for name in ("ink", "soft", "accent", "bad", "good", "warn"):
+            assert contrast(theme[name], theme["paper"]) >= 4.5, (name, theme)
+        for number in range(7):
+            assert contrast(theme[f"c{number}"], theme["paper"]) >= 3, (number, theme)
+        steps = [luminance(theme[f"h{n}"]) for n in range(9)]
+        middle = min(range(9), key=lambda n: contrast(theme[f"h{n}"], theme["paper"]))
+        outward = [steps[: middle + 1][::-1], steps[middle:]]
+        for side in outward:  # both ends stand out from the page more and more
+            assert side == sorted(side) or side == sorted(side, reverse=True)
 
 
 @pytest.fixture(scope="module")

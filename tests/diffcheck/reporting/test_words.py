@@ -90,6 +90,25 @@ def test_probes_and_proxies_are_named(document):
     assert "; probe: mine top-k, 4 x 262144 clustered scores, k 512: WRONG, top-k drops winners" in found["sentence"]
 
 
+def test_what_failed_is_no_success(document):
+    """A gate, a broken-off case, an interrupt or a regression: none of them may look like `same` or `differs`."""
+    document["cases"] = [c for c in document["cases"] if c["precision"] == "reference"]
+    assert words.headline(document)["status"] == "same"
+    gate = {"gate": "jaccard>=2", "passed": False}
+    assert words.headline(document | {"gates": [gate]})["status"] == "failed"
+    assert words.headline(document | {"partial": True})["status"] == "failed"
+    regression = {"case": "layer 2 reference theta checkpoint", "field": "jaccard_tied"}
+    found = words.headline(document | {"baseline": {"regressions": [regression]}})
+    assert found["status"] == "failed"
+    assert found["sentence"].startswith(
+        "Worse than the baseline in 1 numbers, first layer 2 reference theta checkpoint"
+    )
+    broken = document["cases"][0] | {"verdict": "failed", "jaccard_tied": None, "reason": "out of memory"}
+    found = words.headline(document | {"cases": [broken, *document["cases"][1:]]})
+    assert found["status"] == "failed"
+    assert found["sentence"].startswith("1 of 4 cases failed: out of memory. Selects what the reference selects")
+
+
 def test_differences_join_the_two_sides():
     reference = {"q_theta": 160000.0, "k_theta": 160000.0, "q_fp4": True, "k_fp4": True, "k_yarn": {"factor": 16.0}}
     replaced = {"q_theta": 10000.0, "k_theta": 10000.0, "k_fp4": False, "k_yarn": None}
