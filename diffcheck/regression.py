@@ -12,6 +12,7 @@ It does not ask for p: a run repeats its numbers exactly, so a difference on the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING
@@ -68,6 +69,10 @@ def read_report(path: Path) -> Report:
         or not all(isinstance(c, dict) and {"layer", "precision", "theta_setting", "verdict"} <= set(c) for c in cases)
     ):
         raise InputError(f"{path}: is no report of `diffcheck run --json`, schema_version {SCHEMA_VERSION}")
+    twice = [key for key, count in Counter(map(_key, cases)).items() if count > 1]
+    if twice:
+        layer, precision, theta = twice[0]
+        raise InputError(f"{path}: holds layer {layer} {precision} theta {theta} twice, expected the report of one run")
     return Report(name=str(path), document=found)
 
 

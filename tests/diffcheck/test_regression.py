@@ -270,6 +270,15 @@ def test_other_files_are_refused(tmp_path, text):
         read_report(Path("nowhere.json"))
 
 
+def test_a_report_of_several_runs_is_refused(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(report(case(), case("bf16"), case()).document))
+    with pytest.raises(InputError, match="holds layer 4 fp8 theta checkpoint twice, expected the report of one run"):
+        read_report(path)
+    path.write_text(json.dumps(report(case(), case("bf16")).document))
+    assert len(read_report(path).document["cases"]) == 2
+
+
 # ------------------------------------------------------------------------------------------------------- command line
 
 QUICK = ["--layers", "4", "--queries", "64", "--precision", "fp8,fp4", "--theta", "checkpoint", "--backend", "emulated"]

@@ -20,7 +20,8 @@ from diffcheck.exhausted import out_of_memory
 from diffcheck.journal import RECORDS, Journal
 from diffcheck.reporting.schema import load_schema
 
-QUICK = ["--layers", "4", "--queries", "24", "--precision", "reference,fp8,fp4", "--theta", "checkpoint"]
+QUICK = ["--layers", "4", "--queries", "24", "--precision", "reference,fp8,fp4"]
+QUICK += ["--theta", "checkpoint", "--device", "cpu"]
 KERNELS = '''
 """The emulation's top-k, which says when it was called, and on a call of one's choice fails or waits for ever."""
 import os, time
@@ -42,6 +43,8 @@ class Mine:
                 time.sleep(100)
             if what == "allocate":
                 torch.empty(1 << 60, dtype=torch.uint8)
+            if what == "device":
+                torch.empty(1 << 45, dtype=torch.uint8, device="cuda")
             if what == "bytes":
                 bytearray(1 << 62)
             if what == "raise":
@@ -256,6 +259,16 @@ def test_a_case_without_memory_does_not_end_the_run(run, tmp_path, monkeypatch, 
     assert [case["verdict"] == "failed" for case in cases(tmp_path / "a.json")] == [False, True, False]
     status, _, _, measured = run(*options, "--resume")
     assert (status, measured) == (0, 1), "a failed case is tried again"
+
+
+@pytest.mark.gpu
+def test_a_case_without_device_memory_does_not_end_the_run(run, tmp_path):
+    source = (tmp_path / "mine.py").read_text().replace("Mine.calls >= int(at)", f"{CALLS} < Mine.calls <= {CALLS + 2}")
+    (tmp_path / "mine.py").write_text(source)
+    status, out, _, _ = run("--json", "a.json", "--device", "cuda", what="device 0")
+    assert status == 1
+    assert "FAILED: layer 4 fp8 theta checkpoint: out of memory (CUDA out of memory" in out
+    assert [case["verdict"] == "failed" for case in cases(tmp_path / "a.json")] == [False, True, False]
 
 
 def test_a_case_that_fits_once_memory_is_free_is_measured(run, tmp_path):
