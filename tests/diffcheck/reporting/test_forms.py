@@ -223,9 +223,9 @@ class TestMetrics:
 
     def test_labels_are_escaped(self, run_document):
         document = copy.deepcopy(run_document)
-        document["checkpoint"]["path"] = 'C:\\x "y"\nz'
+        document["checkpoint"]["path"] = 'C:\\new "y"\nz'
         (family, *_) = text_string_to_metric_families(metrics(document))
-        assert family.samples[0].labels["checkpoint"] == 'C:\\x "y"\nz'
+        assert family.samples[0].labels["checkpoint"] == 'C:\\new "y"\nz'
 
     def test_units_are_in_the_names(self):
         units = ("_ratio", "_bytes", "_seconds", "_rows", "_lost", "_reference", "_median")
