@@ -321,6 +321,15 @@ class TestMerge:
         families = list(text_string_to_metric_families(metrics(found)))
         assert len({family.name for family in families}) == len(families)
 
+    def test_a_gate_that_failed_once_has_failed(self, run_document):
+        other = copy.deepcopy(run_document)
+        for each in other["cases"]:
+            each["backend"] = "triton"
+        for gate in other["gates"]:
+            gate |= {"passed": True, "failed": []}
+        assert [gate["passed"] for gate in merge([run_document, other])["gates"]] == [False, True]
+        assert [gate["passed"] for gate in merge([other, run_document])["gates"]] == [False, True]
+
     def test_what_does_not_go_together(self, run_document, cli, run_file):
         status, _, err = cli("render", run_file, run_file)
         assert status == 2
