@@ -40,7 +40,15 @@ def test_top_level(wheel_names):
 
 @pytest.mark.parametrize(
     "name",
-    ["diffcheck/py.typed", "diffcheck/cli.py", "diffcheck/refimpl/indexer.py", "diffcheck/kernels/layout.py"],
+    [
+        "diffcheck/py.typed",
+        "diffcheck/cli.py",
+        "diffcheck/refimpl/indexer.py",
+        "diffcheck/kernels/layout.py",
+        "diffcheck/schemas/run.json",
+        "diffcheck/reporting/page/page.html.j2",
+        "diffcheck/reporting/page/page.js",
+    ],
 )
 def test_holds(wheel_names, name):
     assert name in wheel_names

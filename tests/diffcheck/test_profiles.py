@@ -79,7 +79,7 @@ def test_bins_add_up_to_the_whole(seed, k):
 
 
 def test_margins_by_hand():
-    values = [0.0, 0.0005, 0.001, 0.5, 1.0, 100.0, 1e9, math.inf, math.nan]
+    values = [0.0, 0.0005, 0.001, 0.5, 1.0, 100.0, 1e9, math.inf, math.nan, math.nan]
     found = margin_histogram(torch.tensor(values, dtype=torch.float64))
     assert found.edges == MARGIN_EDGES == (0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
     assert found.counts == [2, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 2]

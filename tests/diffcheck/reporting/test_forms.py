@@ -223,9 +223,9 @@ class TestMetrics:
 
     def test_labels_are_escaped(self, run_document):
         document = copy.deepcopy(run_document)
-        document["checkpoint"]["path"] = 'C:\\x "y"\nz'
+        document["checkpoint"]["path"] = 'C:\\new "y"\nz'
         (family, *_) = text_string_to_metric_families(metrics(document))
-        assert family.samples[0].labels["checkpoint"] == 'C:\\x "y"\nz'
+        assert family.samples[0].labels["checkpoint"] == 'C:\\new "y"\nz'
 
     def test_units_are_in_the_names(self):
         units = ("_ratio", "_bytes", "_seconds", "_rows", "_lost", "_reference", "_median")
@@ -320,6 +320,15 @@ class TestMerge:
         assert len(gate["failed"]) == 2 * len(run_document["gates"][0]["failed"])
         families = list(text_string_to_metric_families(metrics(found)))
         assert len({family.name for family in families}) == len(families)
+
+    def test_a_gate_that_failed_once_has_failed(self, run_document):
+        other = copy.deepcopy(run_document)
+        for each in other["cases"]:
+            each["backend"] = "triton"
+        for gate in other["gates"]:
+            gate |= {"passed": True, "failed": []}
+        assert [gate["passed"] for gate in merge([run_document, other])["gates"]] == [False, True]
+        assert [gate["passed"] for gate in merge([other, run_document])["gates"]] == [False, True]
 
     def test_what_does_not_go_together(self, run_document, cli, run_file):
         status, _, err = cli("render", run_file, run_file)

@@ -118,6 +118,10 @@ def test_differences_join_the_two_sides():
     assert words.differences({"q_theta": 1.0, "k_theta": 2.0}, reference) == [
         ("q_theta", "1", "160000"), ("k_theta", "2", "160000"),
     ]  # fmt: skip
+    sides = {"q_format": "bf16", "k_format": "fp16"}  # the same value replaces different ones
+    assert words.differences({"q_format": "e4m3", "k_format": "e4m3"}, sides) == [
+        ("q_format", "e4m3", "bf16"), ("k_format", "e4m3", "fp16"),
+    ]  # fmt: skip
 
 
 def test_many_layers_are_counted():
