@@ -181,31 +181,38 @@ def _check_entries(
 ) -> None:
     """Entries that are zero, in another place, of another layer, or of nothing that is known."""
     judged = report.known.clone()
-    typical = _median(cosine, judged & (keys.abs().amax(1) > 0))
     zero = judged & (keys == 0).all(1) & (target.nan_to_num(0).abs().amax(1) > 0)
-    poor = judged & ~zero & (cosine < min(0.5 * typical, typical - CLEAR))
+    value = _best_in_page(keys, target)
+    # not the median at the entries' own places: where every page is permuted, that is chance
+    typical = _median(value, judged & ~zero)
+    moved = judged & ~zero & (value > cosine + CLEAR) & (value > 0.7 * typical)
+    poor = judged & ~zero & ~moved & (cosine < min(0.5 * typical, typical - CLEAR))
     report.known &= ~zero & ~poor
-    moved = torch.zeros_like(judged)
+    if bool(moved.any()):
+        text = f"{int(moved.sum())} entries stand in another slot of their page, first {int(torch.nonzero(moved)[0])}"
+        report.faults.append(("page_layout", "permuted within pages", text, int(moved.sum())))
+        # in a page out of order the other entries cannot be judged either
+        spoilt = torch.isin(where, where[moved].unique())
+        report.known &= ~spoilt
+        zero, poor = zero & ~spoilt, poor & ~spoilt
     if bool(poor.any()):
-        unit = torch.nn.functional.normalize(target.nan_to_num(0.0), dim=1)
-        mine = torch.nn.functional.normalize(keys[poor].nan_to_num(0.0), dim=1)
+        mine, unit = (torch.nn.functional.normalize(x.nan_to_num(0.0), dim=1) for x in (keys[poor], target))
         value, place = (mine @ unit.T).max(1)
-        index = torch.nonzero(poor).flatten()
         found = value > torch.maximum(cosine[poor] + CLEAR, torch.tensor(0.7 * typical))
-        same_page = found & (place // PAGE == index // PAGE)
-        moved[index[same_page]] = True
-        rest = ~same_page
-        if bool(moved.any()):
-            text = f"{int(moved.sum())} entries stand in another slot of their page, first {int(index[same_page][0])}"
-            report.faults.append(("page_layout", "permuted within pages", text, int(moved.sum())))
-            # in a page out of order the other entries cannot be judged either
-            spoilt = torch.isin(where, where[moved].unique())
-            report.known &= ~spoilt
-            zero = zero & ~spoilt
-            rest &= ~spoilt[index]
-        if bool(rest.any()):
-            _strangers(report, index[rest], place[rest], found[rest], where, keys, foreign, first, judged)
+        rest = torch.nonzero(poor).flatten()
+        _strangers(report, rest, place, found, where, keys, foreign, first, judged)
     _zeros(report, where, zero, judged)
+
+
+def _best_in_page(keys: Tensor, target: Tensor) -> Tensor:
+    """Cosine [E] of each entry with the closest of all expected keys of its page."""
+    padding = (0, 0, 0, -len(keys) % PAGE)
+    mine, expected = (
+        torch.nn.functional.pad(torch.nn.functional.normalize(x.nan_to_num(0.0), dim=1), padding)
+        for x in (keys, target)
+    )
+    products = mine.unflatten(0, (-1, PAGE)) @ expected.unflatten(0, (-1, PAGE)).transpose(1, 2)
+    return products.amax(2).flatten()[: len(keys)]
 
 
 def _zeros(report: PageReport, where: Tensor, zero: Tensor, judged: Tensor) -> None:
