@@ -241,7 +241,7 @@ def _hopper_cases() -> list[Case]:
                 )
             )
     triton_names = {"torch.float8_e4m3fn": "fp8e4nv", "torch.int32": "i32", "torch.bfloat16": "bf16"}
-    pointer = {"e4m3": "*fp8e4nv", "bf16": "*bf16", "e2m1": "*u8"}
+    pointer = {"e4m3": "*fp8e4nv", "bf16": "*bf16", "e2m1": "*i32"}
     for name, (dtype, _, columns, layout) in hopper_decode.PAGE_VIEWS.items():
         fmt = name.split()[0]
         slots = SM90.decode_slots[name]
@@ -253,7 +253,7 @@ def _hopper_cases() -> list[Case]:
                         name=f"decode_sm90 {q_fmt} x {name} next_n {next_n}",
                         kernel=hopper_decode.decode_sm90_kernel,
                         types=[descriptor(triton_names[str(dtype)], 64, columns, layout)]
-                        + ["*fp32" if fmt == "e4m3" else "*i32", pointer[q_fmt], "*u8", "*fp32"]
+                        + ["*fp32" if fmt == "e4m3" else "*i32", pointer[q_fmt], "*i32", "*fp32", "*i64"]
                         + ["*i32", "*i32", "*fp32"]
                         + ["i32"] * 5,
                         constants={"FMT": fmt, "Q_FMT": q_fmt, "EXACT": name.endswith("exact"), "NEXT_N": next_n}

@@ -43,12 +43,16 @@ class Hopper:
     """Key tiles in flight, and of one loop iteration, by exact."""
     prefill_tiles: int = 1024
     """Tiles of 64 keys that one program walks over."""
-    decode_slots: dict[str, int] = field(default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 4})
+    decode_slots: dict[str, int] = field(
+        default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 4, "e2m1 exact": 4}
+    )
     """Pages in flight of one program."""
-    decode_programs: dict[str, int] = field(default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 4})
+    decode_programs: dict[str, int] = field(
+        default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 5, "e2m1 exact": 4}
+    )
     """Programs on one multiprocessor."""
     decode_registers: dict[str, int | None] = field(
-        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 128}
+        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 96, "e2m1 exact": 128}
     )
     """Limit of registers a thread, so that the programs above fit."""
     decode_columns: int = 128
