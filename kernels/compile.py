@@ -33,7 +33,8 @@ from .quantise_query import quantise_query_kernel
 from .rounding import INTERPRETED
 from .store_key import ROWS as KEY_ROWS
 from .store_key import store_key_kernel
-from .topk import COLUMNS, LIST, combine_kernel, stream_kernel
+from .topk import COLUMNS, LIST, stream_kernel
+from .tournament import tournament_kernel
 from .tuning import PLAIN, SM90
 
 ARCHITECTURES = (90, 100, 120)
@@ -174,37 +175,37 @@ def cases() -> list[Case]:
             )
         )
     lists = {"COLUMNS": COLUMNS, "LIST": LIST}
-    for name, first, last, shrink in (
-        ("topk", True, True, True),
-        ("topk part", True, False, True),
-        ("select first", True, False, False),
-        ("select next", False, False, False),
-        ("select last", False, True, True),
+    for name, first, last in (
+        ("topk", True, True),
+        ("select first", True, False),
+        ("select next", False, False),
+        ("select last", False, True),
     ):
-        for starts in (False, True) if name.startswith("topk") else (True,):
+        for starts in (False, True) if name == "topk" else (True,):
             listed.append(
                 Case(
-                    name=f"{name}{' starts' if starts and name.startswith('topk') else ''}",
+                    name=f"{name}{' starts' if starts and name == 'topk' else ''}",
                     kernel=stream_kernel,
-                    types=["*fp32"] + ["*i32"] * 7 + ["i32"] * 6,
-                    constants=lists | {"HAS_STARTS": starts, "FIRST": first, "LAST": last, "SHRINK": shrink},
+                    types=["*fp32"] + ["*i32"] * 7 + ["i32"] * 5,
+                    constants=lists | {"HAS_STARTS": starts, "FIRST": first, "LAST": last},
                     options={
                         "num_warps": _each("topk_warps"),
-                        "maxnreg": {m: r[shrink] for m, r in _each("topk_registers").items()},
+                        "maxnreg": {m: r[last] for m, r in _each("topk_registers").items()},
                     },
                     aligned=("row_stride", "columns", "k"),
                 )
             )
-    listed.append(
-        Case(
-            name="topk combine",
-            kernel=combine_kernel,
-            types=["*i32"] * 6 + ["i32"] * 2,
-            constants=lists,
-            options={"num_warps": _each("topk_warps"), "maxnreg": _each("combine_registers")},
-            aligned=("k",),
+    for name, first, last in (("scores", True, False), ("merge", False, False), ("last", False, True)):
+        listed.append(
+            Case(
+                name=f"tournament {name}",
+                kernel=tournament_kernel,
+                types=["*fp32"] + ["*i32"] * 6 + ["i32"] * 4 if first else ["*i32"] * 7 + ["i32"] * 4,
+                constants={"FIRST": first, "LAST": last, "HAS_STARTS": False, "WIDTH": PLAIN[10].tournament_width, "LIST": 512},
+                options={"num_warps": _each("tournament_warps"), "maxnreg": _each("tournament_registers")},
+                aligned=("row_stride", "columns", "k"),
+            )
         )
-    )
     return listed
 
 
@@ -217,7 +218,7 @@ def _hopper_cases() -> list[Case]:
     """The Gluon kernels, for sm_90 only; they are imported here because an interpreting process cannot."""
     if INTERPRETED.value:
         return []
-    from . import hopper_decode, hopper_prefill
+    from . import hopper_decode, hopper_prefill, hopper_select
 
     def descriptor(dtype: str, rows: int, columns: int, layout: Any) -> str:
         swizzle, width = layout.swizzle_byte_width, layout.element_bitwidth
@@ -240,6 +241,21 @@ def _hopper_cases() -> list[Case]:
                     architectures=(90,),
                 )
             )
+        for k in (512, 1024):
+            listed.append(
+                Case(
+                    name=f"select_sm90 k {k}{' exact' if exact else ''}",
+                    kernel=hopper_select.select_sm90_kernel,
+                    types=[keys, queries, "*fp8e4nv", "*fp32", "*fp32"] + ["*i32"] * 2 + ["*fp32"] + ["*i32"] * 3
+                    + ["i32"] * 4,
+                    constants={"HEADS": HEADS, "ROWS": hopper_prefill.rows_of(HEADS, exact), "EXACT": exact}
+                    | {"SLOTS": SM90.prefill_slots[exact], "SEGMENT": SM90.select_segment}
+                    | {"TILE": hopper_select.TILE, "LIST": hopper_select.list_size(k)},
+                    options={"num_warps": 4},
+                    architectures=(90,),
+                    aligned=("k",),
+                )
+            )  # fmt: skip
     triton_names = {"torch.float8_e4m3fn": "fp8e4nv", "torch.int32": "i32", "torch.bfloat16": "bf16"}
     pointer = {"e4m3": "*fp8e4nv", "bf16": "*bf16", "e2m1": "*i32"}
     for name, (dtype, _, columns, layout) in hopper_decode.PAGE_VIEWS.items():

@@ -85,7 +85,7 @@ def paged_logits(
     result = _output(out, rows, max_length, pages)
     if not rows or not max_length:
         return result
-    if _hopper(pages):
+    if on_hopper(pages):
         from . import hopper_decode
 
         if hopper_decode.runs(heads, next_n, requests, pages, form):
@@ -151,7 +151,7 @@ def ragged_logits(
     if not rows or not count:
         return result
     if form.name == "e4m3" and key_scales is not None:
-        if _hopper(keys) and _aligned(query.codes, keys):
+        if on_hopper(keys) and aligned(query.codes, keys):
             from . import hopper_prefill
 
             if hopper_prefill.rows_of(heads, exact):
@@ -168,12 +168,12 @@ def ragged_logits(
     return result
 
 
-def _hopper(tensor: Tensor) -> bool:
+def on_hopper(tensor: Tensor) -> bool:
     """Whether the sm_90 kernels can run on a tensor's device."""
     return not INTERPRETED.value and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] == 9
 
 
-def _aligned(*tensors: Tensor) -> bool:
+def aligned(*tensors: Tensor) -> bool:
     """Whether the copy engine can address them."""
     return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 

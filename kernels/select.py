@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .layout import ENTRIES_PER_PAGE
-from .logits import paged_logits, ragged_logits
+from .logits import aligned, on_hopper, paged_logits, ragged_logits
 from .quantise_query import QuantisedQuery
 from .topk import Lists, longest_launch, stream, topk
 
@@ -39,8 +39,8 @@ def select(
     *,
     fmt: str,
     exact: bool = True,
-    _rows: int = ROWS,
-    _segment: int = SEGMENT,
+    _rows: int | None = None,
+    _segment: int | None = None,
 ) -> Tensor:
     """Prefill selection, int32 [M, k]: exactly `topk(ragged_logits(...), end - start, k, start)`.
 
@@ -58,6 +58,21 @@ def select(
     out = torch.empty(rows, k, dtype=torch.int32, device=keys.device)
     if not rows or not count:
         return out.fill_(-1)
+    if fmt == "e4m3" and key_scales is not None and _rows is None and on_hopper(keys) and aligned(query.codes, keys):
+        from . import hopper_select
+
+        if hopper_select.runs(rows, query.codes.shape[1], k, exact, keys.device):
+            hopper_select.select_sm90(query.codes, query.gate, keys, key_scales, start, end, k, out, exact)
+            return out
+    return _in_segments(query, keys, key_scales, start, end, k, fmt, exact, out, _rows or ROWS, _segment or SEGMENT)
+
+
+def _in_segments(
+    query: QuantisedQuery, keys: Tensor, key_scales: Tensor | None, start: Tensor, end: Tensor, k: int, fmt: str,
+    exact: bool, out: Tensor, rows_at_once: int, segment: int,
+) -> Tensor:  # fmt: skip
+    """`select` of checked arguments, a chunk of rows and a segment of entries at a time."""
+    rows, count = len(start), len(keys)
 
     def scores(part: slice, entries: slice, begin: Tensor, stop: Tensor) -> Tensor:
         scales = None if key_scales is None else key_scales[entries]
@@ -66,23 +81,23 @@ def select(
         )
 
     begin, stop = start.clamp(0, count), end.clamp(0, count)
-    if count <= _segment:
+    if count <= segment:
         whole = slice(0, count)
-        for part in _parts(rows, max(1, _rows * _segment // count)):
+        for part in _parts(rows, max(1, rows_at_once * segment // count)):
             topk(scores(part, whole, start[part], end[part]), (stop - begin)[part], k, begin[part], out=out[part])
         return out
 
-    height = min(_rows, longest_launch(k))
+    height = min(rows_at_once, longest_launch(k))
     lists = Lists.empty(min(rows, height), k, keys.device)
     for part, (low, high) in zip(_parts(rows, height), _spans(begin, stop, count, height), strict=True):
         low = low // ENTRIES_PER_PAGE * ENTRIES_PER_PAGE  # whole tiles, and pointers as aligned as those of all keys
-        firsts = range(low, high, _segment)
+        firsts = range(low, high, segment)
         if not firsts:
             out[part] = -1
             continue
-        begins, stops, lengths = _within(begin[part], stop[part], low, len(firsts), _segment)
+        begins, stops, lengths = _within(begin[part], stop[part], low, len(firsts), segment)
         for step, first in enumerate(firsts):
-            last = min(first + _segment, -(-high // ENTRIES_PER_PAGE) * ENTRIES_PER_PAGE, count)
+            last = min(first + segment, -(-high // ENTRIES_PER_PAGE) * ENTRIES_PER_PAGE, count)
             stream(
                 scores(part, slice(first, last), begins[step], stops[step]), begins[step], lengths[step], k, lists,
                 out[part], programs=len(out[part]), offset=first, first=step == 0, last=step == len(firsts) - 1,

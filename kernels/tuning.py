@@ -28,9 +28,12 @@ class Plain:
     topk_warps: int = 8
     topk_registers: tuple[int, int] = (128, 128)
     """Registers of a thread that appends to a list, and of one that also shrinks it: few that do not spill."""
-    combine_registers: int = 128
     topk_programs: int = 3
-    """Programs on one multiprocessor where a row is shared."""
+    """Programs on one multiprocessor; rows that would leave some without work are shared in a tournament."""
+    tournament_width: int = 4096
+    """Scores that one program holds, and the most lists' worth that it merges."""
+    tournament_warps: int = 16
+    tournament_registers: int = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,8 @@ class Hopper:
     """Key tiles in flight, and of one loop iteration, by exact."""
     prefill_tiles: int = 1024
     """Tiles of 64 keys that one program walks over."""
+    select_segment: int = 8192
+    """Keys that a program scores before it looks at the scores; a multiple of 512."""
     decode_slots: dict[str, int] = field(
         default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 4, "e2m1 exact": 4}
     )

@@ -1,0 +1,289 @@
+"""select_sm90: prefill selection of e4m3 keys on Hopper in one launch, scores and lists side by side.
+
+A program takes ROWS query rows at a time and walks over all keys that they see, as `hopper_prefill` does, a segment of
+SEGMENT keys at a time. It writes the segment's scores to a buffer of its own, which stays in the L2 cache, then reads
+them back with a row to each warp and appends what can still win to the row's list: `topk`'s algorithm, four rows in
+step. While one program of a multiprocessor does that, the other one has the tensor cores. So scores exist for
+programs x ROWS x SEGMENT pairs at a time, and nothing waits for another program.
+
+Rows are dealt out longest first, back and forth, so that programs end up with like amounts of work.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+
+from .hopper import KEYS, byte_of_place, cta_barrier, score_of
+from .hopper_prefill import QUERY_LAYOUT, descriptors, operand_of, product, rows_of
+from .order import LOWEST, NAN
+from .tuning import SM90
+
+TILE = 512
+"""Scores of a row that are looked at together."""
+LONGEST_LIST = 2048
+"""Most keys of a list: k and a tile have to fit."""
+
+_LOWEST = gl.constexpr(LOWEST.value)
+_NAN = gl.constexpr(NAN.value)
+_MANY = gl.constexpr(1 << 20)
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _order(x):
+    """`order.order_keys`."""
+    bits = x.to(gl.int32, bitcast=True)
+    key = gl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = gl.where(x == 0.0, 0, key)
+    return gl.where(x == x, key, _NAN)
+
+
+@gluon.jit
+def _shrink(keys_ptr, columns_ptr, count, limit, k, full, LIST: gl.constexpr, layout: gl.constexpr):
+    """Shrink the lists of the rows that are `full` (more than k keys, none below the limit) to their k best, in order;
+    returns all counts and limits. keys_ptr, columns_ptr: pointers [ROWS, 1] to the lists.
+    """
+    cta_barrier()  # other threads stored the lists
+    place = gl.arange(0, LIST, layout=gl.SliceLayout(0, layout))[None, :]
+    there = (place < count[:, None]) & full[:, None]
+    held = gl.load(keys_ptr + place, mask=there, other=_LOWEST)
+    high = gl.max(held, axis=1)
+    low = gl.maximum(limit, _NAN)
+    for _ in range(32):
+        middle = (low | high) - ((low ^ high) >> 1)  # mean rounded up, without overflow
+        number = gl.sum((held >= middle[:, None]).to(gl.int32), axis=1)
+        high = gl.where(number > k, high, gl.where(number == k, middle, middle - 1))
+        low = gl.where(number >= k, middle, low)
+    above = (held > low[:, None]).to(gl.int32)
+    wanted = k - gl.sum(above, axis=1)  # of the keys equal to low
+    sums = gl.associative_scan(above + ((held == low[:, None]).to(gl.int32) << 16), 1, _add)
+    rank = sums >> 16  # from 1, among equals
+    kept = there & ((held > low[:, None]) | ((held == low[:, None]) & (rank <= wanted[:, None])))
+    target = (sums & 0xFFFF) + gl.minimum(rank, wanted[:, None]) - 1
+    cta_barrier()  # every thread has read
+    gl.store(keys_ptr + target, held, mask=kept)
+    column = gl.load(columns_ptr + place, mask=there, other=0)
+    cta_barrier()
+    gl.store(columns_ptr + target, column, mask=kept)
+    return gl.where(full, k, count), gl.where(full, low, limit)
+
+
+@gluon.jit
+def _merge(work_ptr, keys_ptr, columns_ptr, count, limit, start, end, segment, stop, k, TILE: gl.constexpr,
+           LIST: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+    """Append a segment's scores [ROWS, 1] + column that can still win to the lists; returns counts and limits."""
+    tile = gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))[None, :]
+    following = gl.load(work_ptr + tile)
+    for first in range(segment, stop, TILE):
+        x = following
+        following = gl.load(work_ptr + (first + TILE - segment) + tile, mask=first + TILE + tile < stop, other=0.0)
+        column = first + tile
+        seen = (column >= start[:, None]) & (column < end[:, None])
+        key = gl.where(seen, _order(x), _LOWEST)
+        fresh = gl.sum((key > limit[:, None]).to(gl.int32), axis=1)
+        full = count + fresh > LIST
+        most = gl.max(fresh + full.to(gl.int32) * _MANY, axis=0)
+        if most >= _MANY:
+            count, limit = _shrink(keys_ptr, columns_ptr, count, limit, k, full, LIST, layout)
+        if most > 0:
+            left = key > limit[:, None]
+            sums = gl.associative_scan(left.to(gl.int32), 1, _add)
+            target = count[:, None] + sums - 1
+            gl.store(keys_ptr + target, key, mask=left)
+            gl.store(columns_ptr + target, column + gl.zeros_like(key), mask=left)
+            count += gl.sum(left.to(gl.int32), axis=1)
+    return count, limit
+
+
+@gluon.jit(do_not_specialize=["blocks"])
+def select_sm90_kernel(
+    k_desc,
+    q_desc,
+    q_ptr,
+    gate_ptr,
+    key_scales_ptr,
+    start_ptr,
+    end_ptr,
+    work_ptr,
+    keys_ptr,
+    columns_ptr,
+    out_ptr,
+    rows,
+    keys,
+    k,
+    blocks,
+    HEADS: gl.constexpr,
+    ROWS: gl.constexpr,
+    SLOTS: gl.constexpr,
+    EXACT: gl.constexpr,
+    SEGMENT: gl.constexpr,
+    TILE: gl.constexpr,
+    LIST: gl.constexpr,
+):
+    """One program selects for blocks of ROWS rows, one block after the other; SEGMENT is a multiple of TILE and of
+    SLOTS tiles of keys."""
+    HALF: gl.constexpr = ROWS // 2
+    N: gl.constexpr = HALF * HEADS
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16 if EXACT else 32])
+    column_layout: gl.constexpr = gl.SliceLayout(0, mma)
+    row_layout: gl.constexpr = gl.BlockedLayout([ROWS], [32], [4], [0])
+    list_layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [ROWS, 4 // ROWS], [1, 0])
+    list_row: gl.constexpr = gl.SliceLayout(1, list_layout)
+
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, KEYS, k_desc.block_shape[1]], k_desc.layout)
+    if EXACT:
+        q_smem = gl.allocate_shared_memory(gl.float16, [2 * N, 128], gl.NVMMASharedLayout(128, 16))
+    else:
+        q_smem = gl.allocate_shared_memory(gl.float8e4nv, [2 * N, 128], q_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS + 1):
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    cta_barrier()
+    q_a = q_smem.slice(0, N, 0).permute([1, 0])
+    q_b = q_smem.slice(N, N, 0).permute([1, 0])
+
+    owned = gl.program_id(0).to(gl.int64) * ROWS
+    r = gl.arange(0, ROWS, layout=list_row)
+    list_at = (owned + r)[:, None] * LIST
+    keys_ptr += list_at
+    columns_ptr += list_at
+    held_scores = work_ptr + (owned + r)[:, None] * SEGMENT
+    work_ptr += owned * SEGMENT
+    slot = gl.arange(0, TILE, layout=gl.SliceLayout(0, list_layout))[None, :]
+
+    phase = 0
+    q_phase = 0
+    turn = 0
+    for dealt in range(0, blocks, gl.num_programs(0)):
+        place = gl.program_id(0) if turn % 2 == 0 else gl.num_programs(0) - 1 - gl.program_id(0)
+        turn += 1
+        block = blocks - 1 - dealt - place
+        if block >= 0:
+            first_row = block * ROWS
+            row = first_row + gl.arange(0, ROWS, layout=row_layout)
+            lowest = gl.min(gl.load(start_ptr + row, mask=row < rows, other=2147483647), axis=0)
+            highest = gl.max(gl.load(end_ptr + row, mask=row < rows, other=0), axis=0)
+            low = gl.maximum(lowest, 0) // KEYS * KEYS
+            high = gl.minimum(highest, keys)
+            count = gl.zeros([ROWS], gl.int32, list_row)
+            limit = gl.full([ROWS], _LOWEST, gl.int32, list_row)
+            if low < high:
+                for i in gl.static_range(SLOTS):
+                    mbarrier.expect(ready.index(i), KEYS * 128)
+                    tma.async_copy_global_to_shared(k_desc, [low + i * KEYS, 0], ready.index(i), k_smem.index(i))
+                if EXACT:
+                    q_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+                    column = gl.arange(0, 2 * N, layout=gl.SliceLayout(1, q_layout))
+                    dim = byte_of_place(gl.arange(0, 128, layout=gl.SliceLayout(0, q_layout)))
+                    held = (first_row + column // HEADS < rows)[:, None]
+                    at_q = (first_row.to(gl.int64) * HEADS + column)[:, None] * 128 + dim[None, :]
+                    q_smem.store(gl.load(q_ptr + at_q, mask=held, other=0.0).to(gl.float16))
+                    fence_async_shared()
+                    cta_barrier()
+                else:
+                    mbarrier.expect(ready.index(SLOTS), 2 * N * 128)
+                    tma.async_copy_global_to_shared(q_desc, [first_row * HEADS, 0], ready.index(SLOTS), q_smem)
+                    mbarrier.wait(ready.index(SLOTS), q_phase)
+                    q_phase ^= 1
+                for segment in range(low, high, SEGMENT):
+                    stop = gl.minimum(segment + SEGMENT, high)
+                    # loaded for every segment: while lists are merged, they need no registers
+                    head = gl.arange(0, N, layout=column_layout)
+                    at_gate = first_row.to(gl.int64) * HEADS + head
+                    whose = first_row + head // HEADS
+                    gate_a = gl.load(gate_ptr + at_gate, mask=whose < rows, other=0.0)[None, :]
+                    gate_b = gl.load(gate_ptr + at_gate + N, mask=whose + HALF < rows, other=0.0)[None, :]
+                    entry = gl.arange(0, KEYS, layout=gl.SliceLayout(1, mma))
+                    for first in range(segment, stop, SLOTS * KEYS):
+                        mbarrier.wait(ready.index(0), phase)
+                        operand = operand_of(k_smem.index(0), mma, EXACT)
+                        acc_a = product(operand, q_a, N, mma)
+                        for i in gl.static_range(SLOTS):
+                            at = first + i * KEYS
+                            acc_b = product(operand, q_b, N, mma)
+                            scale = gl.load(key_scales_ptr + at + entry, mask=at + entry < keys, other=1.0)
+                            done = warpgroup_mma_wait(num_outstanding=1, deps=[acc_a])
+                            score = score_of(done, gate_a, scale, HALF, HEADS)
+                            h = gl.arange(0, HALF, layout=gl.SliceLayout(0, score.type.layout))
+                            e = gl.arange(0, KEYS, layout=gl.SliceLayout(1, score.type.layout))
+                            to = work_ptr + h[None, :] * SEGMENT + (at - segment + e)[:, None]
+                            gl.store(to, score)
+                            if i + 1 < SLOTS:
+                                mbarrier.wait(ready.index(i + 1), phase)
+                                operand = operand_of(k_smem.index(i + 1), mma, EXACT)
+                                acc_a = product(operand, q_a, N, mma)
+                                done = warpgroup_mma_wait(num_outstanding=1, deps=[acc_b])
+                            else:
+                                done = warpgroup_mma_wait(num_outstanding=0, deps=[acc_b])
+                            cta_barrier()  # every warp has read slot i
+                            mbarrier.expect(ready.index(i), KEYS * 128)
+                            tma.async_copy_global_to_shared(
+                                k_desc, [at + SLOTS * KEYS, 0], ready.index(i), k_smem.index(i)
+                            )  # beyond the keys: zeros
+                            score = score_of(done, gate_b, scale, HALF, HEADS)
+                            gl.store(to + HALF * SEGMENT, score)
+                        phase ^= 1
+                    cta_barrier()  # the segment's scores are there
+                    real = first_row + r < rows
+                    start = gl.load(start_ptr + first_row + r, mask=real, other=0)
+                    end = gl.minimum(gl.load(end_ptr + first_row + r, mask=real, other=0), keys)
+                    count, limit = _merge(held_scores, keys_ptr, columns_ptr, count, limit, start, end, segment, stop,
+                                          k, TILE, LIST, list_layout)  # fmt: skip
+                    cta_barrier()  # and have been read
+                for i in gl.static_range(SLOTS):
+                    mbarrier.wait(ready.index(i), phase)
+                phase ^= 1
+            full = count > k
+            if gl.max(full.to(gl.int32), axis=0) > 0:
+                count, limit = _shrink(keys_ptr, columns_ptr, count, limit, k, full, LIST, list_layout)
+            cta_barrier()  # other threads stored the lists
+            real = first_row + r < rows
+            to_row = out_ptr + (first_row + r).to(gl.int64)[:, None] * k
+            for first in range(0, k, TILE):
+                column = gl.load(columns_ptr + first + slot, mask=first + slot < count[:, None], other=-1)
+                gl.store(to_row + first + slot, column, mask=(first + slot < k) & real[:, None])
+            cta_barrier()  # the lists may be used again
+    for i in gl.static_range(SLOTS + 1):
+        mbarrier.invalidate(ready.index(i))
+
+
+def list_size(k: int) -> int:
+    """Keys of a list: a power of two that holds k and a tile."""
+    return triton.next_power_of_2(k + TILE)
+
+
+def runs(rows: int, heads: int, k: int, exact: bool, device: torch.device) -> bool:
+    """Whether this kernel takes such a problem: every program has a block of rows, and lists fit registers."""
+    block = rows_of(heads, exact)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return block in (2, 4) and list_size(k) <= LONGEST_LIST and rows >= block * processors
+
+
+def select_sm90(
+    codes: Tensor, gate: Tensor, keys: Tensor, key_scales: Tensor, start: Tensor, end: Tensor, k: int, out: Tensor,
+    exact: bool,
+) -> None:  # fmt: skip
+    """Write the selection into `out`, int32 [M, k]; arguments as `select` has checked them, and `runs` holds."""
+    rows, heads = codes.shape[:2]
+    block, size, segment = rows_of(heads, exact), list_size(k), SM90.select_segment
+    blocks = triton.cdiv(rows, block)
+    processors = torch.cuda.get_device_properties(keys.device).multi_processor_count
+    programs = min(blocks, 2 * processors)
+    work = torch.empty(programs * block, segment, dtype=torch.float32, device=keys.device)
+    lists = [torch.empty(programs * block, size, dtype=torch.int32, device=keys.device) for _ in range(2)]
+    k_desc, q_desc, flat = descriptors(codes, keys, block, exact)
+    select_sm90_kernel[(programs,)](
+        k_desc, q_desc, flat, gate, key_scales, start, end, work, *lists, out, rows, len(keys), k, blocks,
+        HEADS=heads, ROWS=block, SLOTS=SM90.prefill_slots[exact], EXACT=exact, SEGMENT=segment, TILE=TILE, LIST=size,
+        num_warps=4,
+    )  # fmt: skip
