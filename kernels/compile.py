@@ -105,7 +105,7 @@ def cases() -> list[Case]:
                 name=f"store_key {recipe}",
                 kernel=store_key_kernel,
                 types=["*fp32"] * 6 + ["*i32", "*i32", "*i64", "*i32"] + ["i32", "i32", "i32", "i32", "fp32", "fp32"],
-                constants=shared | {"ROUND_POOL": rounds, "ROUND_NORM": rounds, "WEIGHT_BF16": False, "ROWS": KEY_ROWS},
+                constants=shared | {"ROUND_POOL": rounds, "ROUND_NORM": rounds, "WEIGHT_BF16": False, "ROWS": KEY_ROWS, "STAGES": PLAIN[10].key_stages},
                 options=unfused | {"num_warps": _each("key_warps")},
             )
         )
@@ -117,7 +117,7 @@ def cases() -> list[Case]:
                     *("*i32", "*i16", "*fp32", "*fp32", "*i32", "*i32" if fmt == "e2m1" else "*fp32", "*fp32"),
                     *("i32", "fp32", "fp32"),
                 ],
-                constants=shared | {"GATE_BF16": True, "HEADS": HEADS, "ROWS": QUERY_ROWS},
+                constants=shared | {"GATE_BF16": True, "HEADS": HEADS, "ROWS": QUERY_ROWS, "STAGES": PLAIN[10].query_stages},
                 options=unfused | {"num_warps": _each("query_warps")},
             )
         )

@@ -23,8 +23,14 @@ class Plain:
     """Tiles of 64 keys that one program walks over."""
     query_warps: int = 1
     """Warps that quantise 32 rows; more than one has to exchange them."""
+    query_stages: int = 2
+    """Blocks of rows of one program that are loaded or computed at a time."""
+    query_programs: int = 12
+    """Programs on one multiprocessor."""
     key_warps: int = 2
     """Warps that pool and store one entry."""
+    key_stages: int = 2
+    key_programs: int = 10
     topk_warps: int = 8
     topk_registers: tuple[int, int] = (128, 128)
     """Registers of a thread that appends to a list, and of one that also shrinks it: few that do not spill."""
@@ -73,6 +79,13 @@ PLAIN = {
     12: Plain(prefill_warps=4),  # by reasoning: no warpgroup instructions, a quarter of the tile per warp
 }
 """By major compute capability; others take 10's."""
+
+
+def programs(device: torch.device, each: int, blocks: int) -> int:
+    """Programs to launch for so many blocks of work: `each` on every multiprocessor; interpreted, one a block."""
+    if device.type != "cuda":
+        return blocks
+    return min(blocks, each * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def plain(device: torch.device) -> Plain:
