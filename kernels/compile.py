@@ -111,7 +111,14 @@ def cases() -> list[Case]:
                 name=f"store_key {recipe}",
                 kernel=store_key_kernel,
                 types=["*fp32"] * 6 + ["*i32", "*i32", "*i64", "*i32"] + ["i32", "i32", "i32", "i32", "fp32", "fp32"],
-                constants=shared | {"ROUND_POOL": rounds, "ROUND_NORM": rounds, "WEIGHT_BF16": False, "ROWS": KEY_ROWS, "STAGES": PLAIN[10].key_stages},
+                constants=shared
+                | {
+                    "ROUND_POOL": rounds,
+                    "ROUND_NORM": rounds,
+                    "WEIGHT_BF16": False,
+                    "ROWS": KEY_ROWS,
+                    "STAGES": PLAIN[10].key_stages,
+                },
                 options=unfused | {"num_warps": _each("key_warps")},
             )
         )
@@ -123,7 +130,8 @@ def cases() -> list[Case]:
                     *("*i32", "*i16", "*fp32", "*fp32", "*i32", "*i32" if fmt == "e2m1" else "*fp32", "*fp32"),
                     *("i32", "fp32", "fp32"),
                 ],
-                constants=shared | {"GATE_BF16": True, "HEADS": HEADS, "ROWS": QUERY_ROWS, "STAGES": PLAIN[10].query_stages},
+                constants=shared
+                | {"GATE_BF16": True, "HEADS": HEADS, "ROWS": QUERY_ROWS, "STAGES": PLAIN[10].query_stages},
                 options=unfused | {"num_warps": _each("query_warps")},
             )
         )
@@ -207,7 +215,13 @@ def cases() -> list[Case]:
                 name=f"tournament {name}",
                 kernel=tournament_kernel,
                 types=["*fp32"] + ["*i32"] * 6 + ["i32"] * 4 if first else ["*i32"] * 7 + ["i32"] * 4,
-                constants={"FIRST": first, "LAST": last, "HAS_STARTS": False, "WIDTH": PLAIN[10].tournament_width, "LIST": 512},
+                constants={
+                    "FIRST": first,
+                    "LAST": last,
+                    "HAS_STARTS": False,
+                    "WIDTH": PLAIN[10].tournament_width,
+                    "LIST": 512,
+                },
                 options={"num_warps": _each("tournament_warps"), "maxnreg": _each("tournament_registers")},
                 aligned=("row_stride", "columns", "k"),
             )

@@ -139,8 +139,8 @@ def _unpack_queries(q_ptr, q_scales_ptr, tables_ptr, row, q_smem, N: gl.constexp
 
 
 @gluon.jit
-def _score_page(k_smem, s_smem, q_smem, tables_ptr, gate, known, NEXT_N: gl.constexpr, HEADS: gl.constexpr, FMT: gl.constexpr,
-                EXACT: gl.constexpr, mma: gl.constexpr):  # fmt: skip
+def _score_page(k_smem, s_smem, q_smem, tables_ptr, gate, known, NEXT_N: gl.constexpr, HEADS: gl.constexpr,
+                FMT: gl.constexpr, EXACT: gl.constexpr, mma: gl.constexpr):  # fmt: skip
     """Scores fp32 [64, NEXT_N] of one page; NaN unless the page is known."""
     N: gl.constexpr = NEXT_N * HEADS
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2 if EXACT else 4)
@@ -255,8 +255,8 @@ def decode_sm90_kernel(
                 refill = following
                 following = gl.load(ids + t + SLOTS + 1, mask=t + SLOTS + 1 < n, other=-1)
                 mbarrier.wait(ready.index(slot), (fetched >> SLOT_BITS) & 1)
-                score = _score_page(k_smem.index(slot), s_smem.index(slot), q_smem, tables_ptr, gate, known, NEXT_N, HEADS, FMT,
-                                    EXACT, mma)  # fmt: skip
+                score = _score_page(k_smem.index(slot), s_smem.index(slot), q_smem, tables_ptr, gate, known, NEXT_N,
+                                    HEADS, FMT, EXACT, mma)  # fmt: skip
                 cta_barrier()  # every warp has read the slot
                 if t + SLOTS < n:
                     _fetch(k_desc, scales_ptr, k_smem, s_smem, ready, slot, refill, pages, FMT)
@@ -319,7 +319,8 @@ def decode_sm90(
     if next_n * heads > 64:
         limit = None
     decode_sm90_kernel[(min(most, processors * SM90.decode_programs[name]),)](
-        k_desc, words, codes, q_scales, gate, e2m1_tables(exact, str(pages.device)), block_table, lengths, out, requests, pages.shape[0],
+        k_desc, words, codes, q_scales, gate, e2m1_tables(exact, str(pages.device)), block_table, lengths, out,
+        requests, pages.shape[0],
         block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=q_fmt, EXACT=exact, NEXT_N=next_n,
         HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1,
         REQUESTS=max(32, triton.next_power_of_2(requests)), num_warps=4, maxnreg=limit,

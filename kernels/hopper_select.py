@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from .hopper import KEYS, byte_of_place, cta_barrier, score_of
-from .hopper_prefill import QUERY_LAYOUT, descriptors, operand_of, product, rows_of
+from .hopper_prefill import descriptors, operand_of, product, rows_of
 from .order import LOWEST, NAN
 from .tuning import SM90
 
@@ -163,10 +163,9 @@ def select_sm90_kernel(
 
     phase = 0
     q_phase = 0
-    turn = 0
     for dealt in range(0, blocks, gl.num_programs(0)):
-        place = gl.program_id(0) if turn % 2 == 0 else gl.num_programs(0) - 1 - gl.program_id(0)
-        turn += 1
+        back = dealt // gl.num_programs(0) % 2 == 1
+        place = gl.num_programs(0) - 1 - gl.program_id(0) if back else gl.program_id(0)
         block = blocks - 1 - dealt - place
         if block >= 0:
             first_row = block * ROWS

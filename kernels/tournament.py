@@ -32,7 +32,7 @@ def _threshold(key, k):
     if count > k:
         high = tl.max(key, axis=0)
         limit = tl.min(tl.where(key > LOWEST, key, high), axis=0)
-        # k keys or more are >= limit and fewer than k are > high; in the end limit is the k-th or parts k from the others
+        # k keys or more are >= limit, fewer than k are > high; in the end limit is the k-th or parts k from the others
         while limit < high:
             middle = (limit | high) - ((limit ^ high) >> 1)  # mean rounded up, without overflow
             number = tl.sum((key >= middle).to(tl.int32), axis=0)

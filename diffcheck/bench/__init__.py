@@ -1,8 +1,9 @@
 """`diffcheck bench`: accuracy first, then speed, of every kernel on the same bytes.
 
 One line a case. The error is taken against fp64 or the emulation on a sample; a result whose error is not below its
-limit is wrong, and no speed is printed for it. Kernels that only move and convert are also held against a device copy
-that reads and writes as many bytes: a small problem pays for its launch whoever solves it. `shapes` says what is timed, `timing` how, `logits` and `writers` what
+limit is wrong, and no speed is printed for it.
+Kernels that only move and convert are also held against a device copy that reads and writes as many bytes: a small
+problem pays for its launch whoever solves it. `shapes` says what is timed, `timing` how, `logits` and `writers` what
 the problems are and who can solve them. The ceilings (a device copy, an fp8 matrix product) are of the same run.
 """
 
