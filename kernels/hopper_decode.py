@@ -278,8 +278,8 @@ def e2m1_tables(exact: bool, device: str) -> Tensor:
     """
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     scaled = values * 2.0 ** ((_FP16_LARGEST if exact else _E4M3_LARGEST).value - torch.arange(32.0)[:, None])
-    codes = scaled.to(torch.float8_e5m2 if exact else torch.float8_e4m3fn)
-    return codes.view(torch.int64).flatten().to(device)
+    tables: Tensor = scaled.to(torch.float8_e5m2 if exact else torch.float8_e4m3fn).view(torch.int64).flatten()
+    return tables.to(device)
 
 
 def runs(heads: int, next_n: int, requests: int, pages: Tensor, form: PageFormat) -> bool:

@@ -258,7 +258,7 @@ def select_sm90_kernel(
 
 def list_size(k: int) -> int:
     """Keys of a list: a power of two that holds k and a tile."""
-    return triton.next_power_of_2(k + TILE)
+    return 1 << (k + TILE - 1).bit_length()
 
 
 def runs(rows: int, heads: int, k: int, exact: bool, device: torch.device) -> bool:

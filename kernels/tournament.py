@@ -106,7 +106,7 @@ def most_rows(columns: int, k: int, width: int) -> int:
     """Rows whose lists fit LISTS_BYTES; 0 where two lists of k do not fit `width`, so that nothing could be merged."""
     if 2 * triton.next_power_of_2(k) > width and columns > width:
         return 0
-    return LISTS_BYTES // (8 * k * max(1, triton.cdiv(columns, width)))
+    return LISTS_BYTES // (8 * k * max(1, -(-columns // width)))
 
 
 def tournament(
@@ -121,9 +121,10 @@ def tournament(
     first, before = True, programs
     while True:
         last = programs == 1
-        into = (out, out) if last else tuple(
-            torch.empty(rows, programs, k, dtype=torch.int32, device=scores.device) for _ in range(2)
-        )  # fmt: skip
+        into = (out, out)
+        if not last:
+            both = torch.empty(2, rows, programs, k, dtype=torch.int32, device=scores.device)
+            into = both[0], both[1]
         wide = width if first else min(width, size * triton.next_power_of_2(before))
         tournament_kernel[(programs, rows)](
             scores, lengths if starts is None else starts, lengths, *lists, *into, scores.stride(0), columns, before, k,
