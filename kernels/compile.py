@@ -266,8 +266,8 @@ def _hopper_cases() -> list[Case]:
                 Case(
                     name=f"select_sm90 k {k}{' exact' if exact else ''}",
                     kernel=hopper_select.select_sm90_kernel,
-                    types=[keys, queries, "*fp8e4nv", "*fp32", "*fp32"] + ["*i32"] * 2 + ["*fp32"] + ["*i32"] * 3
-                    + ["i32"] * 4,
+                    types=[keys, queries, "*fp8e4nv", "*fp32", "*fp32"] + ["*i32"] * 2 + ["*fp32"]
+                    + ["*i32", "*i64", "*i32"] + ["i32"] * 4,
                     constants={"HEADS": HEADS, "ROWS": hopper_prefill.rows_of(HEADS, exact), "EXACT": exact}
                     | {"SLOTS": SM90.prefill_slots[exact], "SEGMENT": SM90.select_segment}
                     | {"TILE": hopper_select.TILE, "LIST": hopper_select.list_size(k)},

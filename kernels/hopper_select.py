@@ -39,68 +39,100 @@ def _add(a, b):
 
 
 @gluon.jit
-def _order(x):
-    """`order.order_keys`."""
-    bits = x.to(gl.int32, bitcast=True)
+def _order(bits):
+    """`order.order_keys` of the bits of scores."""
     key = gl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = gl.where(x == 0.0, 0, key)
-    return gl.where(x == x, key, _NAN)
+    key = gl.where((bits & 0x7FFFFFFF) == 0, 0, key)
+    return gl.where((bits & 0x7FFFFFFF) > 0x7F800000, _NAN, key)
 
 
 @gluon.jit
-def _shrink(keys_ptr, columns_ptr, count, limit, k, full, LIST: gl.constexpr, layout: gl.constexpr):
-    """Shrink the lists of the rows that are `full` (more than k keys, none below the limit) to their k best, in order;
-    returns all counts and limits. keys_ptr, columns_ptr: pointers [ROWS, 1] to the lists.
+def _score(key):
+    """The number with such a key."""
+    bits = gl.where(key < 0, key ^ 0x7FFFFFFF, key)
+    return gl.where(key <= _NAN, 0x7FC00000, bits).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _row_offset(count, width):
+    """width * (first row of this program + 0, 1 ..), [ROWS, 1]; computed where it stands.
+
+    The compiler would compute it, and whatever follows from it, before the loops, and keep all of that in registers
+    that the products need.
+    """
+    zero = gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [count], dtype=gl.int32, is_pure=False, pack=1)
+    row = gl.program_id(0) * count.shape[0] + gl.arange(0, count.shape[0], layout=count.type.layout)
+    return (row * width + zero * 16)[:, None]
+
+
+@gluon.jit
+def _shrink(list_ptr, count, limit, k, LIST: gl.constexpr, layout: gl.constexpr):
+    """Shrink every list of more than k scores, none below its row's limit, to its k best, in order; returns all counts
+    and limits. list_ptr: the lists of all programs as words, a score and its column in turn.
     """
     cta_barrier()  # other threads stored the lists
+    list_ptr += _row_offset(count, 2 * LIST)
     place = gl.arange(0, LIST, layout=gl.SliceLayout(0, layout))[None, :]
-    there = (place < count[:, None]) & full[:, None]
-    held = gl.load(keys_ptr + place, mask=there, other=_LOWEST)
+    there = (place < count[:, None]) & (count > k)[:, None]
+    held = gl.where(there, _order(gl.load(list_ptr + 2 * place, mask=there, other=0)), _LOWEST)
     high = gl.max(held, axis=1)
-    low = gl.maximum(limit, _NAN)
-    for _ in range(32):
-        middle = (low | high) - ((low ^ high) >> 1)  # mean rounded up, without overflow
-        number = gl.sum((held >= middle[:, None]).to(gl.int32), axis=1)
-        high = gl.where(number > k, high, gl.where(number == k, middle, middle - 1))
-        low = gl.where(number >= k, middle, low)
+    low = gl.min(gl.where(there, held, 0x7FFFFFFF), axis=1)
+    # k keys or more are >= low and fewer than k are > high; in the end low is the k-th key or parts k from the others
+    for _ in range(8):
+        if gl.max((low < high).to(gl.int32), axis=0) > 0:
+            for _ in range(0, gl.minimum(k, 4)):  # a number not known when compiled: unrolled, this would spill
+                middle = (low | high) - ((low ^ high) >> 1)  # mean rounded up, without overflow
+                number = gl.sum((held >= middle[:, None]).to(gl.int32), axis=1)
+                high = gl.where(number > k, high, gl.where(number == k, middle, middle - 1))
+                low = gl.where(number >= k, middle, low)
     above = (held > low[:, None]).to(gl.int32)
     wanted = k - gl.sum(above, axis=1)  # of the keys equal to low
     sums = gl.associative_scan(above + ((held == low[:, None]).to(gl.int32) << 16), 1, _add)
     rank = sums >> 16  # from 1, among equals
     kept = there & ((held > low[:, None]) | ((held == low[:, None]) & (rank <= wanted[:, None])))
-    target = (sums & 0xFFFF) + gl.minimum(rank, wanted[:, None]) - 1
+    target = 2 * ((sums & 0xFFFF) + gl.minimum(rank, wanted[:, None]) - 1)
     cta_barrier()  # every thread has read
-    gl.store(keys_ptr + target, held, mask=kept)
-    column = gl.load(columns_ptr + place, mask=there, other=0)
+    gl.store(list_ptr + target, _score(held).to(gl.int32, bitcast=True), mask=kept)
+    column = gl.load(list_ptr + 2 * place + 1, mask=there, other=0)
     cta_barrier()
-    gl.store(columns_ptr + target, column, mask=kept)
-    return gl.where(full, k, count), gl.where(full, low, limit)
+    gl.store(list_ptr + target + 1, column, mask=kept)
+    # nothing is below NaN but more of it, so that limit would keep nothing out
+    return gl.where(count > k, k, count), gl.where((count > k) & (low > _NAN), low, limit)
 
 
 @gluon.jit
-def _merge(work_ptr, keys_ptr, columns_ptr, count, limit, start, end, segment, stop, k, TILE: gl.constexpr,
-           LIST: gl.constexpr, layout: gl.constexpr):  # fmt: skip
-    """Append a segment's scores [ROWS, 1] + column that can still win to the lists; returns counts and limits."""
+def _merge(work_ptr, list_ptr, pairs_ptr, count, limit, start, end, segment, stop, k, SEGMENT: gl.constexpr,
+           TILE: gl.constexpr, LIST: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+    """Append a segment's scores that can still win to the lists; returns counts and limits.
+
+    work_ptr, pairs_ptr: scores and lists (a list as pairs of words) of all programs. A later column loses against an equal score, so the limit has to be passed.
+    """
     tile = gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))[None, :]
+    work_ptr += _row_offset(count, SEGMENT)
+    pairs_ptr += _row_offset(count, LIST)
+    latest = gl.max(start, axis=0)
+    earliest = gl.min(end, axis=0)
+    above = _score(limit)
     following = gl.load(work_ptr + tile)
-    for first in range(segment, stop, TILE):
+    for at in range(0, stop - segment, TILE):
+        first = segment + at
         x = following
-        following = gl.load(work_ptr + (first + TILE - segment) + tile, mask=first + TILE + tile < stop, other=0.0)
-        column = first + tile
-        seen = (column >= start[:, None]) & (column < end[:, None])
-        key = gl.where(seen, _order(x), _LOWEST)
-        fresh = gl.sum((key > limit[:, None]).to(gl.int32), axis=1)
-        full = count + fresh > LIST
-        most = gl.max(fresh + full.to(gl.int32) * _MANY, axis=0)
+        following = gl.load(work_ptr + gl.minimum(at + TILE, SEGMENT - TILE) + tile)
+        wins = (x > above[:, None]) | (limit == _LOWEST)[:, None]
+        if (first < latest) | (first + TILE > earliest):
+            wins = wins & (first + tile >= start[:, None]) & (first + tile < end[:, None])
+        fresh = gl.sum(wins.to(gl.int32), axis=1)
+        most = gl.max(fresh + (count + fresh > LIST).to(gl.int32) * _MANY, axis=0)
         if most >= _MANY:
-            count, limit = _shrink(keys_ptr, columns_ptr, count, limit, k, full, LIST, layout)
+            count, limit = _shrink(list_ptr, count, limit, k, LIST, layout)
+            above = _score(limit)
+            wins = wins & ((x > above[:, None]) | (limit == _LOWEST)[:, None])
+            fresh = gl.sum(wins.to(gl.int32), axis=1)
         if most > 0:
-            left = key > limit[:, None]
-            sums = gl.associative_scan(left.to(gl.int32), 1, _add)
-            target = count[:, None] + sums - 1
-            gl.store(keys_ptr + target, key, mask=left)
-            gl.store(columns_ptr + target, column + gl.zeros_like(key), mask=left)
-            count += gl.sum(left.to(gl.int32), axis=1)
+            place = count[:, None] + gl.associative_scan(wins.to(gl.int32), 1, _add) - 1
+            column = (first + tile + gl.zeros_like(place)).to(gl.int64) << 32
+            gl.store(pairs_ptr + place, column | (x.to(gl.int32, bitcast=True).to(gl.int64) & 0xFFFFFFFF), mask=wins)
+            count += fresh
     return count, limit
 
 
@@ -114,8 +146,8 @@ def select_sm90_kernel(
     start_ptr,
     end_ptr,
     work_ptr,
-    keys_ptr,
-    columns_ptr,
+    list_ptr,
+    pairs_ptr,
     out_ptr,
     rows,
     keys,
@@ -136,7 +168,7 @@ def select_sm90_kernel(
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16 if EXACT else 32])
     column_layout: gl.constexpr = gl.SliceLayout(0, mma)
     row_layout: gl.constexpr = gl.BlockedLayout([ROWS], [32], [4], [0])
-    list_layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [ROWS, 4 // ROWS], [1, 0])
+    list_layout: gl.constexpr = gl.BlockedLayout([1, TILE * ROWS // 128], [1, 32], [ROWS, 4 // ROWS], [1, 0])
     list_row: gl.constexpr = gl.SliceLayout(1, list_layout)
 
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, KEYS, k_desc.block_shape[1]], k_desc.layout)
@@ -152,13 +184,8 @@ def select_sm90_kernel(
     q_a = q_smem.slice(0, N, 0).permute([1, 0])
     q_b = q_smem.slice(N, N, 0).permute([1, 0])
 
-    owned = gl.program_id(0).to(gl.int64) * ROWS
     r = gl.arange(0, ROWS, layout=list_row)
-    list_at = (owned + r)[:, None] * LIST
-    keys_ptr += list_at
-    columns_ptr += list_at
-    held_scores = work_ptr + (owned + r)[:, None] * SEGMENT
-    work_ptr += owned * SEGMENT
+    scores_ptr = work_ptr + gl.program_id(0) * (ROWS * SEGMENT)
     slot = gl.arange(0, TILE, layout=gl.SliceLayout(0, list_layout))[None, :]
 
     phase = 0
@@ -215,7 +242,7 @@ def select_sm90_kernel(
                             score = score_of(done, gate_a, scale, HALF, HEADS)
                             h = gl.arange(0, HALF, layout=gl.SliceLayout(0, score.type.layout))
                             e = gl.arange(0, KEYS, layout=gl.SliceLayout(1, score.type.layout))
-                            to = work_ptr + h[None, :] * SEGMENT + (at - segment + e)[:, None]
+                            to = scores_ptr + h[None, :] * SEGMENT + (at - segment + e)[:, None]
                             gl.store(to, score)
                             if i + 1 < SLOTS:
                                 mbarrier.wait(ready.index(i + 1), phase)
@@ -236,20 +263,20 @@ def select_sm90_kernel(
                     real = first_row + r < rows
                     start = gl.load(start_ptr + first_row + r, mask=real, other=0)
                     end = gl.minimum(gl.load(end_ptr + first_row + r, mask=real, other=0), keys)
-                    count, limit = _merge(held_scores, keys_ptr, columns_ptr, count, limit, start, end, segment, stop,
-                                          k, TILE, LIST, list_layout)  # fmt: skip
+                    count, limit = _merge(work_ptr, list_ptr, pairs_ptr, count, limit, start, end, segment, stop,
+                                          k, SEGMENT, TILE, LIST, list_layout)  # fmt: skip
                     cta_barrier()  # and have been read
                 for i in gl.static_range(SLOTS):
                     mbarrier.wait(ready.index(i), phase)
                 phase ^= 1
-            full = count > k
-            if gl.max(full.to(gl.int32), axis=0) > 0:
-                count, limit = _shrink(keys_ptr, columns_ptr, count, limit, k, full, LIST, list_layout)
+            if gl.max(count, axis=0) > k:
+                count, limit = _shrink(list_ptr, count, limit, k, LIST, list_layout)
             cta_barrier()  # other threads stored the lists
             real = first_row + r < rows
             to_row = out_ptr + (first_row + r).to(gl.int64)[:, None] * k
+            winner_ptr = list_ptr + _row_offset(count, 2 * LIST) + 1
             for first in range(0, k, TILE):
-                column = gl.load(columns_ptr + first + slot, mask=first + slot < count[:, None], other=-1)
+                column = gl.load(winner_ptr + 2 * (first + slot), mask=first + slot < count[:, None], other=-1)
                 gl.store(to_row + first + slot, column, mask=(first + slot < k) & real[:, None])
             cta_barrier()  # the lists may be used again
     for i in gl.static_range(SLOTS + 1):
@@ -279,10 +306,10 @@ def select_sm90(
     processors = torch.cuda.get_device_properties(keys.device).multi_processor_count
     programs = min(blocks, 2 * processors)
     work = torch.empty(programs * block, segment, dtype=torch.float32, device=keys.device)
-    lists = [torch.empty(programs * block, size, dtype=torch.int32, device=keys.device) for _ in range(2)]
+    lists = torch.empty(programs * block, size, 2, dtype=torch.int32, device=keys.device)
     k_desc, q_desc, flat = descriptors(codes, keys, block, exact)
     select_sm90_kernel[(programs,)](
-        k_desc, q_desc, flat, gate, key_scales, start, end, work, *lists, out, rows, len(keys), k, blocks,
+        k_desc, q_desc, flat, gate, key_scales, start, end, work, lists, lists.view(torch.int64), out, rows, len(keys), k, blocks,
         HEADS=heads, ROWS=block, SLOTS=SM90.prefill_slots[exact], EXACT=exact, SEGMENT=segment, TILE=TILE, LIST=size,
         num_warps=4,
     )  # fmt: skip
