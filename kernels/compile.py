@@ -209,20 +209,19 @@ def cases() -> list[Case]:
                     aligned=("row_stride", "columns", "k"),
                 )
             )
-    for name, first, last in (("scores", True, False), ("merge", False, False), ("last", False, True)):
+    for name, first, last, width in (
+        ("scores", True, False, PLAIN[10].tournament_width),
+        ("scores at once", True, True, 2 * PLAIN[10].tournament_width),
+        ("merge", False, False, PLAIN[10].tournament_width),
+        ("last", False, True, PLAIN[10].tournament_width),
+    ):
         listed.append(
             Case(
                 name=f"tournament {name}",
                 kernel=tournament_kernel,
-                types=["*fp32"] + ["*i32"] * 6 + ["i32"] * 4 if first else ["*i32"] * 7 + ["i32"] * 4,
-                constants={
-                    "FIRST": first,
-                    "LAST": last,
-                    "HAS_STARTS": False,
-                    "WIDTH": PLAIN[10].tournament_width,
-                    "LIST": 512,
-                },
-                options={"num_warps": _each("tournament_warps"), "maxnreg": _each("tournament_registers")},
+                types=["*fp32" if first else "*i32"] + ["*i32"] * 6 + ["i32"] * 4,
+                constants={"FIRST": first, "LAST": last, "HAS_STARTS": False, "WIDTH": width, "LIST": 512},
+                options={"num_warps": width // PLAIN[10].tournament_scores, "maxnreg": _each("tournament_registers")},
                 aligned=("row_stride", "columns", "k"),
             )
         )

@@ -80,7 +80,7 @@ def _shrink(list_ptr, count, limit, k, LIST: gl.constexpr, layout: gl.constexpr)
     # k keys or more are >= low and fewer than k are > high; in the end low is the k-th key or parts k from the others
     for _ in range(8):
         if gl.max((low < high).to(gl.int32), axis=0) > 0:
-            for _ in range(0, gl.minimum(k, 4)):  # a number not known when compiled: unrolled, this would spill
+            for _ in range(4 + (k >> 30)):  # four, but not known when compiled: unrolled, this would spill
                 middle = (low | high) - ((low ^ high) >> 1)  # mean rounded up, without overflow
                 number = gl.sum((held >= middle[:, None]).to(gl.int32), axis=1)
                 high = gl.where(number > k, high, gl.where(number == k, middle, middle - 1))
@@ -105,7 +105,8 @@ def _merge(work_ptr, list_ptr, pairs_ptr, count, limit, start, end, segment, sto
            TILE: gl.constexpr, LIST: gl.constexpr, layout: gl.constexpr):  # fmt: skip
     """Append a segment's scores that can still win to the lists; returns counts and limits.
 
-    work_ptr, pairs_ptr: scores and lists (a list as pairs of words) of all programs. A later column loses against an equal score, so the limit has to be passed.
+    work_ptr, pairs_ptr: scores and lists (a list as pairs of words) of all programs. A later column loses against an
+    equal score, so the limit has to be passed.
     """
     tile = gl.arange(0, TILE, layout=gl.SliceLayout(0, layout))[None, :]
     work_ptr += _row_offset(count, SEGMENT)
@@ -309,7 +310,8 @@ def select_sm90(
     lists = torch.empty(programs * block, size, 2, dtype=torch.int32, device=keys.device)
     k_desc, q_desc, flat = descriptors(codes, keys, block, exact)
     select_sm90_kernel[(programs,)](
-        k_desc, q_desc, flat, gate, key_scales, start, end, work, lists, lists.view(torch.int64), out, rows, len(keys), k, blocks,
+        k_desc, q_desc, flat, gate, key_scales, start, end, work, lists,
+        lists.view(torch.int64), out, rows, len(keys), k, blocks,
         HEADS=heads, ROWS=block, SLOTS=SM90.prefill_slots[exact], EXACT=exact, SEGMENT=segment, TILE=TILE, LIST=size,
         num_warps=4,
     )  # fmt: skip

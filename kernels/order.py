@@ -19,3 +19,10 @@ def order_keys(x):
     key = tl.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)
     key = tl.where(x == 0.0, 0, key)
     return tl.where(x == x, key, NAN)
+
+
+@triton.jit
+def key_score(key):
+    """A number with such a key (LOWEST gives NaN)."""
+    bits = tl.where(key < 0, key ^ 0x7FFF_FFFF, key)
+    return tl.where(key <= NAN, 0x7FC0_0000, bits).to(tl.float32, bitcast=True)

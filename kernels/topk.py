@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .checks import check_devices, check_tensor
 from .order import LOWEST, NAN, order_keys
-from .tournament import most_rows, tournament
+from .tournament import most_rows, tournament, width_for
 from .tuning import plain
 
 COLUMNS = 1024
@@ -276,9 +276,10 @@ def topk(
     if not rows:
         return out
     programs = _programs(k, logits.device)
-    width = plain(logits.device).tournament_width if _width is None else _width
+    width = width_for(columns, logits.device) if _width is None else _width
     height = most_rows(columns, k, width)
-    if height and (rows < programs if _width is None else _width > 0):
+    few = min(programs, programs if columns <= width else plain(logits.device).tournament_rows)
+    if height and (rows < few if _width is None else _width > 0):
         for first in range(0, rows, height):
             part = slice(first, first + height)
             tournament(logits[part], None if starts is None else starts[part], lengths[part], k, out[part], width)

@@ -17,8 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .order import LOWEST, order_keys
+from .order import LOWEST, key_score, order_keys
 from .tuning import plain
+
+NUMBER_STEPS = tl.constexpr(20)
+"""Steps of a search that go by numbers rather than by keys, at most."""
 
 LISTS_BYTES = 25 << 20
 """Bound of the lists of one round; rows are taken so many at a time."""
@@ -33,8 +36,14 @@ def _threshold(key, k):
         high = tl.max(key, axis=0)
         limit = tl.min(tl.where(key > LOWEST, key, high), axis=0)
         # k keys or more are >= limit, fewer than k are > high; in the end limit is the k-th or parts k from the others
+        step = count * 0
         while limit < high:
             middle = (limit | high) - ((limit ^ high) >> 1)  # mean rounded up, without overflow
+            # scores of many magnitudes are parted faster by the mean of the numbers, as long as there is one
+            mean = 0.5 * key_score(limit) + 0.5 * key_score(high)
+            if (step < NUMBER_STEPS) & (tl.abs(mean) < float("inf")):
+                middle = tl.minimum(tl.maximum(order_keys(mean), limit + 1), high)
+            step += 1
             number = tl.sum((key >= middle).to(tl.int32), axis=0)
             high = tl.where(number > k, high, tl.where(number == k, middle, middle - 1))
             limit = tl.where(number >= k, middle, limit)
@@ -102,6 +111,12 @@ def tournament_kernel(
         tl.store(keys_out_ptr + into + slot, tl.full((LIST,), LOWEST, tl.int32), mask=empty)
 
 
+def width_for(columns: int, device: torch.device) -> int:
+    """WIDTH of programs on a device: twice the usual one where that makes a second round unnecessary."""
+    width = plain(device).tournament_width
+    return 2 * width if width < columns <= 2 * width else width
+
+
 def most_rows(columns: int, k: int, width: int) -> int:
     """Rows whose lists fit LISTS_BYTES; 0 where two lists of k do not fit `width`, so that nothing could be merged."""
     if 2 * triton.next_power_of_2(k) > width and columns > width:
@@ -109,13 +124,10 @@ def most_rows(columns: int, k: int, width: int) -> int:
     return LISTS_BYTES // (8 * k * max(1, -(-columns // width)))
 
 
-def tournament(
-    scores: Tensor, starts: Tensor | None, lengths: Tensor, k: int, out: Tensor, width: int | None = None
-) -> None:
+def tournament(scores: Tensor, starts: Tensor | None, lengths: Tensor, k: int, out: Tensor, width: int) -> None:
     """Write `topk` of checked arguments into `out`, int32 [M, k]; M at most `most_rows`."""
     rows, columns = scores.shape
     choice = plain(scores.device)
-    width = choice.tournament_width if width is None else width
     size = triton.next_power_of_2(k)
     lists, programs = (scores, out), max(1, triton.cdiv(columns, width))
     first, before = True, programs
@@ -129,7 +141,7 @@ def tournament(
         tournament_kernel[(programs, rows)](
             scores, lengths if starts is None else starts, lengths, *lists, *into, scores.stride(0), columns, before, k,
             FIRST=first, LAST=last, HAS_STARTS=starts is not None, WIDTH=wide, LIST=size,
-            num_warps=choice.tournament_warps, maxnreg=choice.tournament_registers,
+            num_warps=max(4, wide // choice.tournament_scores), maxnreg=choice.tournament_registers,
         )  # fmt: skip
         if last:
             return

@@ -35,11 +35,14 @@ class Plain:
     topk_registers: tuple[int, int] = (128, 128)
     """Registers of a thread that appends to a list, and of one that also shrinks it: few that do not spill."""
     topk_programs: int = 3
-    """Programs on one multiprocessor; rows that would leave some without work are shared in a tournament."""
+    """Programs on one multiprocessor; rows that would leave some without work may be shared in a tournament."""
     tournament_width: int = 4096
     """Scores that one program holds, and the most lists' worth that it merges."""
-    tournament_warps: int = 16
-    tournament_registers: int = 64
+    tournament_scores: int = 512
+    """Scores of one warp."""
+    tournament_registers: int = 128
+    tournament_rows: int = 96
+    """Most rows of a tournament of several rounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
