@@ -76,19 +76,28 @@ def _add(a, b):
 
 
 @gluon.jit
-def _fetch(k_desc, scales_ptr, k_smem, s_smem, ready, slot, page, pages, FMT: gl.constexpr):
-    """Bring a page into a slot; its barrier is complete when values and scales are there."""
-    known = (page >= 0) & (page < pages)
-    bar = ready.index(slot)
+def _page_id(ids, place, n):
+    """The place-th of n page ids; -1, which no page has, beyond them."""
+    return gl.load(ids + place, mask=place < n, other=-1)
+
+
+@gluon.jit
+def _fetch(k_desc, scales_ptr, k_smem, s_smem, bar, page, second, pages, FMT: gl.constexpr, PAGES: gl.constexpr):
+    """Bring a page, and a second one if PAGES is 2, into a slot; its barrier is complete when all is there."""
     ROWS: gl.constexpr = 66 if FMT == "e4m3" else (64 if FMT == "bf16" else 68)
     BYTES: gl.constexpr = 8192 if FMT == "e4m3" else (16384 if FMT == "bf16" else 4096)
-    mbarrier.expect(bar, BYTES)
-    tma.async_copy_global_to_shared(k_desc, [gl.where(known, page, pages) * ROWS, 0], bar, k_smem.index(slot))
+    page = gl.where((page >= 0) & (page < pages), page, pages)  # beyond the pool: zeros
+    second = gl.where((second >= 0) & (second < pages), second, pages)
+    mbarrier.expect(bar, BYTES * PAGES)
+    tma.async_copy_global_to_shared(k_desc, [page * ROWS, 0], bar, k_smem.slice(0, 64, 0))
+    if PAGES == 2:
+        tma.async_copy_global_to_shared(k_desc, [second * ROWS, 0], bar, k_smem.slice(64, 64, 0))
     if FMT != "bf16":
         WORDS: gl.constexpr = 2112 if FMT == "e4m3" else 1088
-        entry = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        first = gl.where(known, page, 0).to(gl.int64) * WORDS + (WORDS - 64)
-        async_copy.async_copy_global_to_shared(s_smem.index(slot), scales_ptr + first + entry)
+        entry = gl.arange(0, 64 * PAGES, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        whose = gl.where(entry < 64, page, second)
+        first = gl.where(whose < pages, whose, 0).to(gl.int64) * WORDS + (WORDS - 64)
+        async_copy.async_copy_global_to_shared(s_smem, scales_ptr + first + entry % 64)
         async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
@@ -139,33 +148,37 @@ def _unpack_queries(q_ptr, q_scales_ptr, tables_ptr, row, q_smem, N: gl.constexp
 
 
 @gluon.jit
-def _score_page(k_smem, s_smem, q_smem, tables_ptr, gate, known, NEXT_N: gl.constexpr, HEADS: gl.constexpr,
-                FMT: gl.constexpr, EXACT: gl.constexpr, mma: gl.constexpr):  # fmt: skip
-    """Scores fp32 [64, NEXT_N] of one page; NaN unless the page is known."""
-    N: gl.constexpr = NEXT_N * HEADS
+def _product(k_smem, s_smem, q_smem, tables_ptr, N: gl.constexpr, FMT: gl.constexpr, EXACT: gl.constexpr,
+             mma: gl.constexpr):  # fmt: skip
+    """Products [64, N] of one page, in flight, and the factors of its keys' scores, fp32 [64]."""
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2 if EXACT else 4)
     key_layout: gl.constexpr = gl.SliceLayout(1, mma)
-    acc = gl.zeros([64, N], gl.float32, mma)
+    factor = gl.full([64], 1.0, gl.float32, key_layout)
+    keys = k_smem
     if FMT == "e2m1":
         scale = s_smem.load(gl.SliceLayout(1, block_layout()))
         largest = largest_byte(scale)
         keys = unpack_e2m1(k_smem.load(block_layout()), scale, largest, tables_ptr, EXACT)
         keys = gl.convert_layout(keys, operand, assert_trivial=True)
-        acc = warpgroup_mma(keys, q_smem.slice(0, N, 0).permute([1, 0]), acc, use_acc=False, is_async=True)
-        largest = gl.convert_layout(largest, key_layout)
-        factor = _power(largest)
-        known = known & (largest < 255)
-    else:
-        factor = gl.full([64], 1.0, gl.float32, key_layout)
-        if FMT == "e4m3":
-            factor = s_smem.load(key_layout)
-        if EXACT and FMT == "e4m3":
+        factor = gl.convert_layout(gl.where(largest == 255, float("nan"), _power(largest)), key_layout)
+    elif FMT == "e4m3":
+        factor = s_smem.load(key_layout)
+        if EXACT:
             keys = widen_e4m3(k_smem.load(word_layout(32)), operand)
-            acc = warpgroup_mma(keys, q_smem.permute([1, 0]), acc, use_acc=False, is_async=True)
-        else:
-            acc = warpgroup_mma(k_smem, q_smem.permute([1, 0]), acc, use_acc=False, is_async=True)
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-    return score_of(acc, gate, gl.where(known, factor, float("nan")), NEXT_N, HEADS)
+    acc = gl.zeros([64, N], gl.float32, mma)
+    acc = warpgroup_mma(keys, q_smem.slice(0, N, 0).permute([1, 0]), acc, use_acc=False, is_async=True)
+    return acc, factor
+
+
+@gluon.jit
+def _store(out_ptr, acc, gate, factor, page, pages, first, stop, out_stride, NEXT_N: gl.constexpr,
+           HEADS: gl.constexpr):  # fmt: skip
+    """Write the scores of a page's entries, `first` and following, below `stop`; NaN if the pool has no such page."""
+    known = (page >= 0) & (page < pages)
+    score = score_of(acc, gate, gl.where(known, factor, float("nan")), NEXT_N, HEADS)
+    j = gl.arange(0, NEXT_N, layout=gl.SliceLayout(0, score.type.layout))
+    entry = first + gl.arange(0, 64, layout=gl.SliceLayout(1, score.type.layout))
+    gl.store(out_ptr + j[None, :] * out_stride + entry[:, None], score, mask=(entry < stop)[:, None])
 
 
 @gluon.jit
@@ -191,6 +204,7 @@ def decode_sm90_kernel(
     HEADS: gl.constexpr,
     SLOTS: gl.constexpr,
     SLOT_BITS: gl.constexpr,
+    PAGES: gl.constexpr,
     REQUESTS: gl.constexpr,
 ):
     """One program scores an equal share of the pages in use, REQUESTS a power of two that holds `requests`."""
@@ -210,11 +224,11 @@ def decode_sm90_kernel(
     unit = gl.program_id(0) * share
     last = gl.minimum(unit + share, total)
     if unit < last:
-        k_smem = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 64, k_desc.block_shape[1]], k_desc.layout)
+        k_smem = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 64 * PAGES, k_desc.block_shape[1]], k_desc.layout)
         s_smem = k_smem
         if FMT != "bf16":
             word: gl.constexpr = gl.float32 if FMT == "e4m3" else gl.int32
-            s_smem = gl.allocate_shared_memory(word, [SLOTS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+            s_smem = gl.allocate_shared_memory(word, [SLOTS, 64 * PAGES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(SLOTS):
             mbarrier.init(ready.index(i), count=1 if FMT == "bf16" else 1 + 32 * gl.num_warps())
@@ -237,10 +251,12 @@ def decode_sm90_kernel(
             head = row + gl.arange(0, N, layout=gl.SliceLayout(0, mma))
             gate = _gates(gate_ptr, q_scales_ptr, head, FMT, EXACT)[None, :]
             for i in gl.static_range(SLOTS):
-                if i < n:
-                    _fetch(k_desc, scales_ptr, k_smem, s_smem, ready, (fetched + i) & (SLOTS - 1), gl.load(ids + i),
-                           pages, FMT)  # fmt: skip
-            following = gl.load(ids + SLOTS, mask=n > SLOTS, other=-1)
+                if i * PAGES < n:
+                    slot = (fetched + i) & (SLOTS - 1)
+                    _fetch(k_desc, scales_ptr, k_smem.index(slot), s_smem.index(slot), ready.index(slot),
+                           gl.load(ids + i * PAGES), _page_id(ids, i * PAGES + 1, n), pages, FMT, PAGES)  # fmt: skip
+            refill = _page_id(ids, SLOTS * PAGES, n)
+            refill_second = _page_id(ids, SLOTS * PAGES + 1, n)
             cta_barrier()  # the last request's queries are done with
             if FMT == "e2m1":
                 _unpack_queries(q_ptr, q_scales_ptr, tables_ptr, row, q_smem, N, EXACT)
@@ -248,22 +264,37 @@ def decode_sm90_kernel(
                 q_smem.store(q)
             fence_async_shared()
             cta_barrier()
-            for t in range(n):
+            to = out_ptr + request.to(gl.int64) * NEXT_N * out_stride
+            for t in range(0, n, PAGES):
                 slot = fetched & (SLOTS - 1)
                 page = gl.load(ids + t)
-                known = (page >= 0) & (page < pages)
-                refill = following
-                following = gl.load(ids + t + SLOTS + 1, mask=t + SLOTS + 1 < n, other=-1)
+                after = t + SLOTS * PAGES
+                following = _page_id(ids, after + PAGES, n)
+                following_second = _page_id(ids, after + PAGES + 1, n)
+                values, scales = k_smem.index(slot), s_smem.index(slot)
+                entry = (first + t) * 64
                 mbarrier.wait(ready.index(slot), (fetched >> SLOT_BITS) & 1)
-                score = _score_page(k_smem.index(slot), s_smem.index(slot), q_smem, tables_ptr, gate, known, NEXT_N,
-                                    HEADS, FMT, EXACT, mma)  # fmt: skip
+                if PAGES == 2:
+                    second = _page_id(ids, t + 1, n)
+                    acc, factor = _product(values.slice(0, 64, 0), scales.slice(0, 64, 0), q_smem, tables_ptr, N, FMT,
+                                           EXACT, mma)  # fmt: skip
+                    acc_second, factor_second = _product(values.slice(64, 64, 0), scales.slice(64, 64, 0), q_smem,
+                                                         tables_ptr, N, FMT, EXACT, mma)  # fmt: skip
+                    done = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
+                    _store(to, done, gate, factor, page, pages, entry, max_length, out_stride, NEXT_N, HEADS)
+                    done = warpgroup_mma_wait(num_outstanding=0, deps=[acc_second])
+                    page, factor, entry = second, factor_second, entry + 64
+                    stop = gl.minimum(max_length, (first + n) * 64)
+                else:
+                    acc, factor = _product(values, scales, q_smem, tables_ptr, N, FMT, EXACT, mma)
+                    done = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+                    stop = max_length
                 cta_barrier()  # every warp has read the slot
-                if t + SLOTS < n:
-                    _fetch(k_desc, scales_ptr, k_smem, s_smem, ready, slot, refill, pages, FMT)
-                j = gl.arange(0, NEXT_N, layout=gl.SliceLayout(0, score.type.layout))
-                entry = (first + t) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, score.type.layout))
-                to = out_ptr + (request.to(gl.int64) * NEXT_N + j)[None, :] * out_stride + entry[:, None]
-                gl.store(to, score, mask=(entry < max_length)[:, None])
+                if after < n:
+                    _fetch(k_desc, scales_ptr, values, scales, ready.index(slot), refill, refill_second, pages, FMT,
+                           PAGES)  # fmt: skip
+                _store(to, done, gate, factor, page, pages, entry, stop, out_stride, NEXT_N, HEADS)
+                refill, refill_second = following, following_second
                 fetched += 1
             unit += n
         for i in gl.static_range(SLOTS):
@@ -322,6 +353,6 @@ def decode_sm90(
         k_desc, words, codes, q_scales, gate, e2m1_tables(exact, str(pages.device)), block_table, lengths, out,
         requests, pages.shape[0],
         block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=q_fmt, EXACT=exact, NEXT_N=next_n,
-        HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1,
+        HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1, PAGES=SM90.decode_pages[name],
         REQUESTS=max(32, triton.next_power_of_2(requests)), num_warps=4, maxnreg=limit,
     )  # fmt: skip

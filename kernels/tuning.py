@@ -58,9 +58,13 @@ class Hopper:
     select_segment: int = 8192
     """Keys that a program scores before it looks at the scores; a multiple of 512."""
     decode_slots: dict[str, int] = field(
-        default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 4, "e2m1 exact": 4}
+        default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 2, "e2m1 exact": 2}
     )
     """Pages in flight of one program."""
+    decode_pages: dict[str, int] = field(
+        default_factory=lambda: {"e4m3": 1, "e4m3 exact": 1, "bf16": 1, "e2m1": 1, "e2m1 exact": 1}
+    )
+    """Pages of one slot, 1 or 2."""
     decode_programs: dict[str, int] = field(
         default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 5, "e2m1 exact": 4}
     )
