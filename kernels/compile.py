@@ -261,21 +261,22 @@ def _hopper_cases() -> list[Case]:
                 )
             )
         for k in (512, 1024):
+            rows = hopper_select.rows_of(HEADS)
+            queries = descriptor("fp8e4nv", rows * HEADS, 128, hopper_prefill.QUERY_LAYOUT)
             listed.append(
                 Case(
                     name=f"select_sm90 k {k}{' exact' if exact else ''}",
                     kernel=hopper_select.select_sm90_kernel,
-                    types=[keys, queries, "*fp8e4nv", "*fp32", "*fp32"] + ["*i32"] * 2 + ["*fp32"]
-                    + ["*i32", "*i64", "*i32"] + ["i32"] * 4,
-                    constants={"HEADS": HEADS, "ROWS": hopper_prefill.rows_of(HEADS, exact), "EXACT": exact}
-                    | {"SLOTS": SM90.prefill_slots[exact], "SEGMENT": SM90.select_segment}
-                    | {"TILE": hopper_select.TILE, "LIST": hopper_select.list_size(k)},
-                    options={"num_warps": 4},
+                    types=[keys, queries, "*fp8e4nv", "*fp32", "*fp32", "*i32", "*i32", "*fp32", "*i32", "*i64", "*i32"]
+                    + ["i32"] * 4,
+                    constants={"HEADS": HEADS, "ROWS": rows, "EXACT": exact, "SLOTS": 2}
+                    | {"SEGMENT": SM90.select_segment, "TILE": hopper_select.TILE, "LIST": hopper_select.list_size(k)},
+                    options={"num_warps": 4, "maxnreg": SM90.select_registers[exact]},
                     architectures=(90,),
                     aligned=("k",),
                     spill_limit=OUTER_SPILLS,
                 )
-            )  # fmt: skip
+            )
     triton_names = {"torch.float8_e4m3fn": "fp8e4nv", "torch.int32": "i32", "torch.bfloat16": "bf16"}
     pointer = {"e4m3": "*fp8e4nv", "bf16": "*bf16", "e2m1": "*i32"}
     for name, (dtype, _, columns, layout) in hopper_decode.PAGE_VIEWS.items():

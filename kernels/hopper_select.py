@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from .hopper import KEYS, byte_of_place, cta_barrier, score_of
-from .hopper_prefill import descriptors, operand_of, product, rows_of
+from .hopper_prefill import descriptors, operand_of, product
 from .order import LOWEST, NAN
 from .tuning import SM90
 
@@ -164,8 +164,7 @@ def select_sm90_kernel(
 ):
     """One program selects for blocks of ROWS rows, one block after the other; SEGMENT is a multiple of TILE and of
     SLOTS tiles of keys."""
-    HALF: gl.constexpr = ROWS // 2
-    N: gl.constexpr = HALF * HEADS
+    N: gl.constexpr = ROWS * HEADS
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16 if EXACT else 32])
     column_layout: gl.constexpr = gl.SliceLayout(0, mma)
     row_layout: gl.constexpr = gl.BlockedLayout([ROWS], [32], [4], [0])
@@ -174,16 +173,15 @@ def select_sm90_kernel(
 
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, KEYS, k_desc.block_shape[1]], k_desc.layout)
     if EXACT:
-        q_smem = gl.allocate_shared_memory(gl.float16, [2 * N, 128], gl.NVMMASharedLayout(128, 16))
+        q_smem = gl.allocate_shared_memory(gl.float16, [N, 128], gl.NVMMASharedLayout(128, 16))
     else:
-        q_smem = gl.allocate_shared_memory(gl.float8e4nv, [2 * N, 128], q_desc.layout)
+        q_smem = gl.allocate_shared_memory(gl.float8e4nv, [N, 128], q_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS + 1):
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     cta_barrier()
-    q_a = q_smem.slice(0, N, 0).permute([1, 0])
-    q_b = q_smem.slice(N, N, 0).permute([1, 0])
+    queries = q_smem.permute([1, 0])
 
     r = gl.arange(0, ROWS, layout=list_row)
     scores_ptr = work_ptr + gl.program_id(0) * (ROWS * SEGMENT)
@@ -210,7 +208,7 @@ def select_sm90_kernel(
                     tma.async_copy_global_to_shared(k_desc, [low + i * KEYS, 0], ready.index(i), k_smem.index(i))
                 if EXACT:
                     q_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-                    column = gl.arange(0, 2 * N, layout=gl.SliceLayout(1, q_layout))
+                    column = gl.arange(0, N, layout=gl.SliceLayout(1, q_layout))
                     dim = byte_of_place(gl.arange(0, 128, layout=gl.SliceLayout(0, q_layout)))
                     held = (first_row + column // HEADS < rows)[:, None]
                     at_q = (first_row.to(gl.int64) * HEADS + column)[:, None] * 128 + dim[None, :]
@@ -218,7 +216,7 @@ def select_sm90_kernel(
                     fence_async_shared()
                     cta_barrier()
                 else:
-                    mbarrier.expect(ready.index(SLOTS), 2 * N * 128)
+                    mbarrier.expect(ready.index(SLOTS), N * 128)
                     tma.async_copy_global_to_shared(q_desc, [first_row * HEADS, 0], ready.index(SLOTS), q_smem)
                     mbarrier.wait(ready.index(SLOTS), q_phase)
                     q_phase ^= 1
@@ -228,37 +226,24 @@ def select_sm90_kernel(
                     head = gl.arange(0, N, layout=column_layout)
                     at_gate = first_row.to(gl.int64) * HEADS + head
                     whose = first_row + head // HEADS
-                    gate_a = gl.load(gate_ptr + at_gate, mask=whose < rows, other=0.0)[None, :]
-                    gate_b = gl.load(gate_ptr + at_gate + N, mask=whose + HALF < rows, other=0.0)[None, :]
+                    gate = gl.load(gate_ptr + at_gate, mask=whose < rows, other=0.0)[None, :]
                     entry = gl.arange(0, KEYS, layout=gl.SliceLayout(1, mma))
                     for first in range(segment, stop, SLOTS * KEYS):
-                        mbarrier.wait(ready.index(0), phase)
-                        operand = operand_of(k_smem.index(0), mma, EXACT)
-                        acc_a = product(operand, q_a, N, mma)
                         for i in gl.static_range(SLOTS):
                             at = first + i * KEYS
-                            acc_b = product(operand, q_b, N, mma)
+                            mbarrier.wait(ready.index(i), phase)
+                            acc = product(operand_of(k_smem.index(i), mma, EXACT), queries, N, mma)
                             scale = gl.load(key_scales_ptr + at + entry, mask=at + entry < keys, other=1.0)
-                            done = warpgroup_mma_wait(num_outstanding=1, deps=[acc_a])
-                            score = score_of(done, gate_a, scale, HALF, HEADS)
-                            h = gl.arange(0, HALF, layout=gl.SliceLayout(0, score.type.layout))
-                            e = gl.arange(0, KEYS, layout=gl.SliceLayout(1, score.type.layout))
-                            to = scores_ptr + h[None, :] * SEGMENT + (at - segment + e)[:, None]
-                            gl.store(to, score)
-                            if i + 1 < SLOTS:
-                                mbarrier.wait(ready.index(i + 1), phase)
-                                operand = operand_of(k_smem.index(i + 1), mma, EXACT)
-                                acc_a = product(operand, q_a, N, mma)
-                                done = warpgroup_mma_wait(num_outstanding=1, deps=[acc_b])
-                            else:
-                                done = warpgroup_mma_wait(num_outstanding=0, deps=[acc_b])
-                            cta_barrier()  # every warp has read slot i
+                            done = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+                            cta_barrier()  # every warp has read the slot
                             mbarrier.expect(ready.index(i), KEYS * 128)
                             tma.async_copy_global_to_shared(
                                 k_desc, [at + SLOTS * KEYS, 0], ready.index(i), k_smem.index(i)
                             )  # beyond the keys: zeros
-                            score = score_of(done, gate_b, scale, HALF, HEADS)
-                            gl.store(to + HALF * SEGMENT, score)
+                            score = score_of(done, gate, scale, ROWS, HEADS)
+                            h = gl.arange(0, ROWS, layout=gl.SliceLayout(0, score.type.layout))
+                            e = gl.arange(0, KEYS, layout=gl.SliceLayout(1, score.type.layout))
+                            gl.store(scores_ptr + h[None, :] * SEGMENT + (at - segment + e)[:, None], score)
                         phase ^= 1
                     cta_barrier()  # the segment's scores are there
                     real = first_row + r < rows
@@ -289,11 +274,16 @@ def list_size(k: int) -> int:
     return 1 << (k + TILE - 1).bit_length()
 
 
-def runs(rows: int, heads: int, k: int, exact: bool, device: torch.device) -> bool:
-    """Whether this kernel takes such a problem: every program has a block of rows, and lists fit registers."""
-    block = rows_of(heads, exact)
+def rows_of(heads: int) -> int:
+    """Query rows of one program."""
+    return SM90.select_columns // heads
+
+
+def runs(rows: int, heads: int, k: int, device: torch.device) -> bool:
+    """Whether this kernel takes such a problem: a list has room for a tile, and every multiprocessor has rows."""
+    block = rows_of(heads)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return block in (2, 4) and list_size(k) <= LONGEST_LIST and rows >= block * processors
+    return block in (2, 4) and list_size(k) <= LONGEST_LIST and rows >= 2 * block * processors
 
 
 def select_sm90(
@@ -302,16 +292,15 @@ def select_sm90(
 ) -> None:  # fmt: skip
     """Write the selection into `out`, int32 [M, k]; arguments as `select` has checked them, and `runs` holds."""
     rows, heads = codes.shape[:2]
-    block, size, segment = rows_of(heads, exact), list_size(k), SM90.select_segment
+    block, size, segment = rows_of(heads), list_size(k), SM90.select_segment
     blocks = triton.cdiv(rows, block)
     processors = torch.cuda.get_device_properties(keys.device).multi_processor_count
-    programs = min(blocks, 2 * processors)
+    programs = min(blocks, SM90.select_programs[exact] * processors)
     work = torch.empty(programs * block, segment, dtype=torch.float32, device=keys.device)
     lists = torch.empty(programs * block, size, 2, dtype=torch.int32, device=keys.device)
     k_desc, q_desc, flat = descriptors(codes, keys, block, exact)
     select_sm90_kernel[(programs,)](
-        k_desc, q_desc, flat, gate, key_scales, start, end, work, lists,
-        lists.view(torch.int64), out, rows, len(keys), k, blocks,
-        HEADS=heads, ROWS=block, SLOTS=SM90.prefill_slots[exact], EXACT=exact, SEGMENT=segment, TILE=TILE, LIST=size,
-        num_warps=4,
+        k_desc, q_desc, flat, gate, key_scales, start, end, work, lists, lists.view(torch.int64), out, rows, len(keys),
+        k, blocks, HEADS=heads, ROWS=block, SLOTS=2, EXACT=exact, SEGMENT=segment, TILE=TILE, LIST=size, num_warps=4,
+        maxnreg=SM90.select_registers[exact],
     )  # fmt: skip

@@ -61,7 +61,7 @@ def select(
     if fmt == "e4m3" and key_scales is not None and _rows is None and on_hopper(keys) and aligned(query.codes, keys):
         from . import hopper_select
 
-        if hopper_select.runs(rows, query.codes.shape[1], k, exact, keys.device):
+        if hopper_select.runs(rows, query.codes.shape[1], k, keys.device):
             hopper_select.select_sm90(query.codes, query.gate, keys, key_scales, start, end, k, out, exact)
             return out
     return _in_segments(query, keys, key_scales, start, end, k, fmt, exact, out, _rows or ROWS, _segment or SEGMENT)

@@ -55,6 +55,11 @@ class Hopper:
     """Key tiles in flight, and of one loop iteration, by exact."""
     prefill_tiles: int = 1024
     """Tiles of 64 keys that one program walks over."""
+    select_columns: int = 128
+    """Rows x heads of one program: its accumulator lives in registers, and several programs on a multiprocessor."""
+    select_programs: dict[bool, int] = field(default_factory=lambda: {False: 4, True: 3})
+    """Programs on one multiprocessor, by exact."""
+    select_registers: dict[bool, int] = field(default_factory=lambda: {False: 128, True: 168})
     select_segment: int = 8192
     """Keys that a program scores before it looks at the scores; a multiple of 512."""
     decode_slots: dict[str, int] = field(
