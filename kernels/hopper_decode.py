@@ -205,6 +205,7 @@ def decode_sm90_kernel(
     SLOTS: gl.constexpr,
     SLOT_BITS: gl.constexpr,
     PAGES: gl.constexpr,
+    HELD: gl.constexpr,
     REQUESTS: gl.constexpr,
 ):
     """One program scores an equal share of the pages in use, REQUESTS a power of two that holds `requests`."""
@@ -239,6 +240,7 @@ def decode_sm90_kernel(
             q_smem = gl.allocate_shared_memory(wide, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 16))
         else:
             q_smem = gl.allocate_shared_memory(gl.float8e4nv, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 8))
+        g_smem = gl.allocate_shared_memory(gl.float32, [N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         fetched = 0
         while unit < last:
             request = gl.sum((upto <= unit).to(gl.int32), axis=0)
@@ -262,6 +264,8 @@ def decode_sm90_kernel(
                 _unpack_queries(q_ptr, q_scales_ptr, tables_ptr, row, q_smem, N, EXACT)
             else:
                 q_smem.store(q)
+            if not HELD:
+                g_smem.store(gate.reshape([N]))
             fence_async_shared()
             cta_barrier()
             to = out_ptr + request.to(gl.int64) * NEXT_N * out_stride
@@ -271,6 +275,8 @@ def decode_sm90_kernel(
                 after = t + SLOTS * PAGES
                 following = _page_id(ids, after + PAGES, n)
                 following_second = _page_id(ids, after + PAGES + 1, n)
+                if not HELD:
+                    gate = g_smem.load(gl.SliceLayout(0, mma))[None, :]
                 values, scales = k_smem.index(slot), s_smem.index(slot)
                 entry = (first + t) * 64
                 mbarrier.wait(ready.index(slot), (fetched >> SLOT_BITS) & 1)
@@ -354,5 +360,6 @@ def decode_sm90(
         requests, pages.shape[0],
         block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=q_fmt, EXACT=exact, NEXT_N=next_n,
         HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1, PAGES=SM90.decode_pages[name],
+        HELD=SM90.decode_held[name],
         REQUESTS=max(32, triton.next_power_of_2(requests)), num_warps=4, maxnreg=limit,
     )  # fmt: skip

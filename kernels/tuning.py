@@ -70,6 +70,10 @@ class Hopper:
         default_factory=lambda: {"e4m3": 1, "e4m3 exact": 1, "bf16": 1, "e2m1": 1, "e2m1 exact": 1}
     )
     """Pages of one slot, 1 or 2."""
+    decode_held: dict[str, bool] = field(
+        default_factory=lambda: {"e4m3": True, "e4m3 exact": True, "bf16": True, "e2m1": True, "e2m1 exact": True}
+    )
+    """Whether gates stay in registers."""
     decode_programs: dict[str, int] = field(
         default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 5, "e2m1 exact": 4}
     )
