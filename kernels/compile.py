@@ -295,7 +295,7 @@ def _hopper_cases() -> list[Case]:
                         + ["i32"] * 5,
                         constants={"FMT": fmt, "Q_FMT": q_fmt, "EXACT": name.endswith("exact"), "NEXT_N": next_n}
                         | {"HEADS": HEADS, "SLOTS": slots, "SLOT_BITS": slots.bit_length() - 1, "REQUESTS": 256}
-                        | {"PAGES": SM90.decode_pages[name], "HELD": SM90.decode_held[name]},
+                        | {"PAGES": SM90.decode_pages[name], "HELD": SM90.decode_held[name], "SUMS": SM90.decode_sums},
                         options={"num_warps": 4} | ({} if limit is None else {"maxnreg": limit}),
                         architectures=(90,),
                     )

@@ -150,8 +150,14 @@ def byte_of_place(place):
 
 
 @gluon.jit
-def score_of(acc, gate, factor, ROWS: gl.constexpr, HEADS: gl.constexpr):
-    """fp32 [64, ROWS]: sum over heads of gate * relu(product), times the key's factor [64]. relu keeps NaN."""
-    terms = gl.maximum(acc, 0.0, propagate_nan=_KEEP_NAN) * gate
+def score_of(acc, gate, factor, ROWS: gl.constexpr, HEADS: gl.constexpr, HALVED: gl.constexpr = False):
+    """fp32 [64, ROWS]: sum over heads of gate * relu(product), times the key's factor [64]. relu keeps NaN.
+
+    HALVED: the gates are halved, so that relu can be a sum: the maximum runs on the integer pipe, which may be busy.
+    """
+    if HALVED:
+        terms = (acc + gl.abs(acc)) * gate
+    else:
+        terms = gl.maximum(acc, 0.0, propagate_nan=_KEEP_NAN) * gate
     score = gl.sum(terms.reshape([64, ROWS, HEADS]), axis=2)
     return score * gl.convert_layout(factor[:, None], score.type.layout)

@@ -108,12 +108,12 @@ def _power(byte):
 
 
 @gluon.jit
-def _gates(gate_ptr, q_scales_ptr, column, FMT: gl.constexpr, EXACT: gl.constexpr):
+def _gates(gate_ptr, q_scales_ptr, column, FMT: gl.constexpr, EXACT: gl.constexpr, SUMS: gl.constexpr):
     """fp32 gates of heads, times what their e2m1 operands lack."""
     gate = gl.load(gate_ptr + column)
     if FMT == "e2m1":
         byte = largest_byte(gl.load(q_scales_ptr + column))
-        lacks: gl.constexpr = 2.0 ** -(2 * (_FP16_LARGEST if EXACT else _E4M3_LARGEST))
+        lacks: gl.constexpr = 2.0 ** -(2 * (_FP16_LARGEST if EXACT else _E4M3_LARGEST) + (1 if SUMS else 0))
         gate = gl.where(byte == 255, float("nan"), gate * lacks * _power(byte))
     return gate
 
@@ -172,10 +172,10 @@ def _product(k_smem, s_smem, q_smem, tables_ptr, N: gl.constexpr, FMT: gl.conste
 
 @gluon.jit
 def _store(out_ptr, acc, gate, factor, page, pages, first, stop, out_stride, NEXT_N: gl.constexpr,
-           HEADS: gl.constexpr):  # fmt: skip
+           HEADS: gl.constexpr, HALVED: gl.constexpr):  # fmt: skip
     """Write the scores of a page's entries, `first` and following, below `stop`; NaN if the pool has no such page."""
     known = (page >= 0) & (page < pages)
-    score = score_of(acc, gate, gl.where(known, factor, float("nan")), NEXT_N, HEADS)
+    score = score_of(acc, gate, gl.where(known, factor, float("nan")), NEXT_N, HEADS, HALVED)
     j = gl.arange(0, NEXT_N, layout=gl.SliceLayout(0, score.type.layout))
     entry = first + gl.arange(0, 64, layout=gl.SliceLayout(1, score.type.layout))
     gl.store(out_ptr + j[None, :] * out_stride + entry[:, None], score, mask=(entry < stop)[:, None])
@@ -206,6 +206,7 @@ def decode_sm90_kernel(
     SLOT_BITS: gl.constexpr,
     PAGES: gl.constexpr,
     HELD: gl.constexpr,
+    SUMS: gl.constexpr,
     REQUESTS: gl.constexpr,
 ):
     """One program scores an equal share of the pages in use, REQUESTS a power of two that holds `requests`."""
@@ -251,7 +252,7 @@ def decode_sm90_kernel(
             if FMT != "e2m1":
                 q = _queries(q_ptr, row, N, FMT, Q_FMT, EXACT)
             head = row + gl.arange(0, N, layout=gl.SliceLayout(0, mma))
-            gate = _gates(gate_ptr, q_scales_ptr, head, FMT, EXACT)[None, :]
+            gate = _gates(gate_ptr, q_scales_ptr, head, FMT, EXACT, SUMS)[None, :]
             for i in gl.static_range(SLOTS):
                 if i * PAGES < n:
                     slot = (fetched + i) & (SLOTS - 1)
@@ -287,7 +288,8 @@ def decode_sm90_kernel(
                     acc_second, factor_second = _product(values.slice(64, 64, 0), scales.slice(64, 64, 0), q_smem,
                                                          tables_ptr, N, FMT, EXACT, mma)  # fmt: skip
                     done = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
-                    _store(to, done, gate, factor, page, pages, entry, max_length, out_stride, NEXT_N, HEADS)
+                    _store(to, done, gate, factor, page, pages, entry, max_length, out_stride, NEXT_N, HEADS,
+                           FMT == "e2m1" and SUMS)  # fmt: skip
                     done = warpgroup_mma_wait(num_outstanding=0, deps=[acc_second])
                     page, factor, entry = second, factor_second, entry + 64
                     stop = gl.minimum(max_length, (first + n) * 64)
@@ -299,7 +301,8 @@ def decode_sm90_kernel(
                 if after < n:
                     _fetch(k_desc, scales_ptr, values, scales, ready.index(slot), refill, refill_second, pages, FMT,
                            PAGES)  # fmt: skip
-                _store(to, done, gate, factor, page, pages, entry, stop, out_stride, NEXT_N, HEADS)
+                _store(to, done, gate, factor, page, pages, entry, stop, out_stride, NEXT_N, HEADS,
+                       FMT == "e2m1" and SUMS)  # fmt: skip
                 refill, refill_second = following, following_second
                 fetched += 1
             unit += n
@@ -360,6 +363,6 @@ def decode_sm90(
         requests, pages.shape[0],
         block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=q_fmt, EXACT=exact, NEXT_N=next_n,
         HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1, PAGES=SM90.decode_pages[name],
-        HELD=SM90.decode_held[name],
+        HELD=SM90.decode_held[name], SUMS=SM90.decode_sums,
         REQUESTS=max(32, triton.next_power_of_2(requests)), num_warps=4, maxnreg=limit,
     )  # fmt: skip

@@ -70,6 +70,7 @@ class Hopper:
         default_factory=lambda: {"e4m3": 1, "e4m3 exact": 1, "bf16": 1, "e2m1": 1, "e2m1 exact": 1}
     )
     """Pages of one slot, 1 or 2."""
+    decode_sums: bool = True
     decode_held: dict[str, bool] = field(
         default_factory=lambda: {"e4m3": True, "e4m3 exact": True, "bf16": True, "e2m1": True, "e2m1 exact": True}
     )
