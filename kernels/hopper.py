@@ -155,9 +155,7 @@ def score_of(acc, gate, factor, ROWS: gl.constexpr, HEADS: gl.constexpr, HALVED:
 
     HALVED: the gates are halved, so that relu can be a sum: the maximum runs on the integer pipe, which may be busy.
     """
-    if HALVED:
-        terms = (acc + gl.abs(acc)) * gate
-    else:
-        terms = gl.maximum(acc, 0.0, propagate_nan=_KEEP_NAN) * gate
+    relu = acc + gl.abs(acc) if HALVED else gl.maximum(acc, 0.0, propagate_nan=_KEEP_NAN)
+    terms = relu * gate
     score = gl.sum(terms.reshape([64, ROWS, HEADS]), axis=2)
     return score * gl.convert_layout(factor[:, None], score.type.layout)

@@ -30,6 +30,7 @@ LONGEST_LIST = 2048
 
 _LOWEST = gl.constexpr(LOWEST.value)
 _NAN = gl.constexpr(NAN.value)
+_MINUS_INF = gl.constexpr(-0x7F80_0001)
 _MANY = gl.constexpr(1 << 20)
 
 
@@ -96,8 +97,8 @@ def _shrink(list_ptr, count, limit, k, LIST: gl.constexpr, layout: gl.constexpr)
     column = gl.load(list_ptr + 2 * place + 1, mask=there, other=0)
     cta_barrier()
     gl.store(list_ptr + target + 1, column, mask=kept)
-    # nothing is below NaN but more of it, so that limit would keep nothing out
-    return gl.where(count > k, k, count), gl.where((count > k) & (low > _NAN), low, limit)
+    # a limit below -inf, as NaN, is no number to compare with: the row stays open
+    return gl.where(count > k, k, count), gl.where((count > k) & (low >= _MINUS_INF), low, limit)
 
 
 @gluon.jit
