@@ -45,10 +45,11 @@ HEADS = 64
 SPILL_LIMIT = 16
 """Spilled bytes per thread (stores and loads) let pass: ptxas may prefer one spill to more registers."""
 
-OUTER_SPILLS = 320
-"""The same where the loop over key tiles needs nearly all registers, so that what surrounds it is put aside. The loop
-itself was seen to be free of spills (nvdisasm); a spill in it would cost two dozen registers at once.
-"""
+OUTER_SPILLS = 256
+"""The same where few registers, for more programs at once, were measured to be worth spills outside the main loop."""
+
+LONG_LIST_SPILLS = 1536
+"""The same where lists of 2048 are shrunk in 128 registers, which happens a few times a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,6 @@ def cases() -> list[Case]:
                     "ROUND_NORM": rounds,
                     "WEIGHT_BF16": False,
                     "ROWS": KEY_ROWS,
-                    "STAGES": PLAIN[10].key_stages,
                 },
                 options=unfused | {"num_warps": _each("key_warps")},
             )
@@ -131,7 +131,7 @@ def cases() -> list[Case]:
                     *("i32", "fp32", "fp32"),
                 ],
                 constants=shared
-                | {"GATE_BF16": True, "HEADS": HEADS, "ROWS": QUERY_ROWS, "STAGES": PLAIN[10].query_stages},
+                | {"GATE_BF16": True, "HEADS": HEADS, "ROWS": QUERY_ROWS, "STAGES": PLAIN[10].query_stages[fmt]},
                 options=unfused | {"num_warps": _each("query_warps")},
             )
         )
@@ -223,6 +223,7 @@ def cases() -> list[Case]:
                 constants={"FIRST": first, "LAST": last, "HAS_STARTS": False, "WIDTH": width, "LIST": 512},
                 options={"num_warps": width // PLAIN[10].tournament_scores, "maxnreg": _each("tournament_registers")},
                 aligned=("row_stride", "columns", "k"),
+                spill_limit=OUTER_SPILLS,
             )
         )
     return listed
@@ -274,7 +275,7 @@ def _hopper_cases() -> list[Case]:
                     options={"num_warps": 4, "maxnreg": SM90.select_registers[exact]},
                     architectures=(90,),
                     aligned=("k",),
-                    spill_limit=OUTER_SPILLS,
+                    spill_limit=OUTER_SPILLS if k == 512 else LONG_LIST_SPILLS,
                 )
             )
     triton_names = {"torch.float8_e4m3fn": "fp8e4nv", "torch.int32": "i32", "torch.bfloat16": "bf16"}
@@ -295,9 +296,10 @@ def _hopper_cases() -> list[Case]:
                         + ["i32"] * 5,
                         constants={"FMT": fmt, "Q_FMT": q_fmt, "EXACT": name.endswith("exact"), "NEXT_N": next_n}
                         | {"HEADS": HEADS, "SLOTS": slots, "SLOT_BITS": slots.bit_length() - 1, "REQUESTS": 256}
-                        | {"PAGES": SM90.decode_pages[name], "HELD": SM90.decode_held[name], "SUMS": SM90.decode_sums},
+                        | {"SUMS": SM90.decode_sums[name]},
                         options={"num_warps": 4} | ({} if limit is None else {"maxnreg": limit}),
                         architectures=(90,),
+                        spill_limit=OUTER_SPILLS if name == "e2m1 exact" else SPILL_LIMIT,
                     )
                 )
     return listed

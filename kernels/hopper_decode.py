@@ -76,28 +76,18 @@ def _add(a, b):
 
 
 @gluon.jit
-def _page_id(ids, place, n):
-    """The place-th of n page ids; -1, which no page has, beyond them."""
-    return gl.load(ids + place, mask=place < n, other=-1)
-
-
-@gluon.jit
-def _fetch(k_desc, scales_ptr, k_smem, s_smem, bar, page, second, pages, FMT: gl.constexpr, PAGES: gl.constexpr):
-    """Bring a page, and a second one if PAGES is 2, into a slot; its barrier is complete when all is there."""
+def _fetch(k_desc, scales_ptr, k_smem, s_smem, bar, page, pages, FMT: gl.constexpr):
+    """Bring a page into a slot; its barrier is complete when values and scales are there."""
+    known = (page >= 0) & (page < pages)
     ROWS: gl.constexpr = 66 if FMT == "e4m3" else (64 if FMT == "bf16" else 68)
     BYTES: gl.constexpr = 8192 if FMT == "e4m3" else (16384 if FMT == "bf16" else 4096)
-    page = gl.where((page >= 0) & (page < pages), page, pages)  # beyond the pool: zeros
-    second = gl.where((second >= 0) & (second < pages), second, pages)
-    mbarrier.expect(bar, BYTES * PAGES)
-    tma.async_copy_global_to_shared(k_desc, [page * ROWS, 0], bar, k_smem.slice(0, 64, 0))
-    if PAGES == 2:
-        tma.async_copy_global_to_shared(k_desc, [second * ROWS, 0], bar, k_smem.slice(64, 64, 0))
+    mbarrier.expect(bar, BYTES)
+    tma.async_copy_global_to_shared(k_desc, [gl.where(known, page, pages) * ROWS, 0], bar, k_smem)
     if FMT != "bf16":
         WORDS: gl.constexpr = 2112 if FMT == "e4m3" else 1088
-        entry = gl.arange(0, 64 * PAGES, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        whose = gl.where(entry < 64, page, second)
-        first = gl.where(whose < pages, whose, 0).to(gl.int64) * WORDS + (WORDS - 64)
-        async_copy.async_copy_global_to_shared(s_smem, scales_ptr + first + entry % 64)
+        entry = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        first = gl.where(known, page, 0).to(gl.int64) * WORDS + (WORDS - 64)
+        async_copy.async_copy_global_to_shared(s_smem, scales_ptr + first + entry)
         async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
@@ -109,12 +99,15 @@ def _power(byte):
 
 @gluon.jit
 def _gates(gate_ptr, q_scales_ptr, column, FMT: gl.constexpr, EXACT: gl.constexpr, SUMS: gl.constexpr):
-    """fp32 gates of heads, times what their e2m1 operands lack."""
+    """fp32 gates of heads, times what their e2m1 operands lack; halved if SUMS."""
     gate = gl.load(gate_ptr + column)
+    HALVED: gl.constexpr = 0.5 if SUMS else 1.0
     if FMT == "e2m1":
         byte = largest_byte(gl.load(q_scales_ptr + column))
-        lacks: gl.constexpr = 2.0 ** -(2 * (_FP16_LARGEST if EXACT else _E4M3_LARGEST) + (1 if SUMS else 0))
+        lacks: gl.constexpr = HALVED * 2.0 ** -(2 * (_FP16_LARGEST if EXACT else _E4M3_LARGEST))
         gate = gl.where(byte == 255, float("nan"), gate * lacks * _power(byte))
+    elif SUMS:
+        gate = gate * HALVED
     return gate
 
 
@@ -171,17 +164,6 @@ def _product(k_smem, s_smem, q_smem, tables_ptr, N: gl.constexpr, FMT: gl.conste
 
 
 @gluon.jit
-def _store(out_ptr, acc, gate, factor, page, pages, first, stop, out_stride, NEXT_N: gl.constexpr,
-           HEADS: gl.constexpr, HALVED: gl.constexpr):  # fmt: skip
-    """Write the scores of a page's entries, `first` and following, below `stop`; NaN if the pool has no such page."""
-    known = (page >= 0) & (page < pages)
-    score = score_of(acc, gate, gl.where(known, factor, float("nan")), NEXT_N, HEADS, HALVED)
-    j = gl.arange(0, NEXT_N, layout=gl.SliceLayout(0, score.type.layout))
-    entry = first + gl.arange(0, 64, layout=gl.SliceLayout(1, score.type.layout))
-    gl.store(out_ptr + j[None, :] * out_stride + entry[:, None], score, mask=(entry < stop)[:, None])
-
-
-@gluon.jit
 def decode_sm90_kernel(
     k_desc,
     scales_ptr,
@@ -204,8 +186,6 @@ def decode_sm90_kernel(
     HEADS: gl.constexpr,
     SLOTS: gl.constexpr,
     SLOT_BITS: gl.constexpr,
-    PAGES: gl.constexpr,
-    HELD: gl.constexpr,
     SUMS: gl.constexpr,
     REQUESTS: gl.constexpr,
 ):
@@ -226,11 +206,11 @@ def decode_sm90_kernel(
     unit = gl.program_id(0) * share
     last = gl.minimum(unit + share, total)
     if unit < last:
-        k_smem = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 64 * PAGES, k_desc.block_shape[1]], k_desc.layout)
+        k_smem = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 64, k_desc.block_shape[1]], k_desc.layout)
         s_smem = k_smem
         if FMT != "bf16":
             word: gl.constexpr = gl.float32 if FMT == "e4m3" else gl.int32
-            s_smem = gl.allocate_shared_memory(word, [SLOTS, 64 * PAGES], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+            s_smem = gl.allocate_shared_memory(word, [SLOTS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(SLOTS):
             mbarrier.init(ready.index(i), count=1 if FMT == "bf16" else 1 + 32 * gl.num_warps())
@@ -241,7 +221,6 @@ def decode_sm90_kernel(
             q_smem = gl.allocate_shared_memory(wide, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 16))
         else:
             q_smem = gl.allocate_shared_memory(gl.float8e4nv, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 8))
-        g_smem = gl.allocate_shared_memory(gl.float32, [N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         fetched = 0
         while unit < last:
             request = gl.sum((upto <= unit).to(gl.int32), axis=0)
@@ -254,56 +233,36 @@ def decode_sm90_kernel(
             head = row + gl.arange(0, N, layout=gl.SliceLayout(0, mma))
             gate = _gates(gate_ptr, q_scales_ptr, head, FMT, EXACT, SUMS)[None, :]
             for i in gl.static_range(SLOTS):
-                if i * PAGES < n:
+                if i < n:
                     slot = (fetched + i) & (SLOTS - 1)
                     _fetch(k_desc, scales_ptr, k_smem.index(slot), s_smem.index(slot), ready.index(slot),
-                           gl.load(ids + i * PAGES), _page_id(ids, i * PAGES + 1, n), pages, FMT, PAGES)  # fmt: skip
-            refill = _page_id(ids, SLOTS * PAGES, n)
-            refill_second = _page_id(ids, SLOTS * PAGES + 1, n)
+                           gl.load(ids + i), pages, FMT)  # fmt: skip
+            following = gl.load(ids + SLOTS, mask=n > SLOTS, other=-1)
             cta_barrier()  # the last request's queries are done with
             if FMT == "e2m1":
                 _unpack_queries(q_ptr, q_scales_ptr, tables_ptr, row, q_smem, N, EXACT)
             else:
                 q_smem.store(q)
-            if not HELD:
-                g_smem.store(gate.reshape([N]))
             fence_async_shared()
             cta_barrier()
-            to = out_ptr + request.to(gl.int64) * NEXT_N * out_stride
-            for t in range(0, n, PAGES):
+            for t in range(n):
                 slot = fetched & (SLOTS - 1)
                 page = gl.load(ids + t)
-                after = t + SLOTS * PAGES
-                following = _page_id(ids, after + PAGES, n)
-                following_second = _page_id(ids, after + PAGES + 1, n)
-                if not HELD:
-                    gate = g_smem.load(gl.SliceLayout(0, mma))[None, :]
+                known = (page >= 0) & (page < pages)
+                refill = following
+                following = gl.load(ids + t + SLOTS + 1, mask=t + SLOTS + 1 < n, other=-1)
                 values, scales = k_smem.index(slot), s_smem.index(slot)
-                entry = (first + t) * 64
                 mbarrier.wait(ready.index(slot), (fetched >> SLOT_BITS) & 1)
-                if PAGES == 2:
-                    second = _page_id(ids, t + 1, n)
-                    acc, factor = _product(values.slice(0, 64, 0), scales.slice(0, 64, 0), q_smem, tables_ptr, N, FMT,
-                                           EXACT, mma)  # fmt: skip
-                    acc_second, factor_second = _product(values.slice(64, 64, 0), scales.slice(64, 64, 0), q_smem,
-                                                         tables_ptr, N, FMT, EXACT, mma)  # fmt: skip
-                    done = warpgroup_mma_wait(num_outstanding=1, deps=[acc])
-                    _store(to, done, gate, factor, page, pages, entry, max_length, out_stride, NEXT_N, HEADS,
-                           FMT == "e2m1" and SUMS)  # fmt: skip
-                    done = warpgroup_mma_wait(num_outstanding=0, deps=[acc_second])
-                    page, factor, entry = second, factor_second, entry + 64
-                    stop = gl.minimum(max_length, (first + n) * 64)
-                else:
-                    acc, factor = _product(values, scales, q_smem, tables_ptr, N, FMT, EXACT, mma)
-                    done = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-                    stop = max_length
+                acc, factor = _product(values, scales, q_smem, tables_ptr, N, FMT, EXACT, mma)
+                acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+                score = score_of(acc, gate, gl.where(known, factor, float("nan")), NEXT_N, HEADS, SUMS)
                 cta_barrier()  # every warp has read the slot
-                if after < n:
-                    _fetch(k_desc, scales_ptr, values, scales, ready.index(slot), refill, refill_second, pages, FMT,
-                           PAGES)  # fmt: skip
-                _store(to, done, gate, factor, page, pages, entry, stop, out_stride, NEXT_N, HEADS,
-                       FMT == "e2m1" and SUMS)  # fmt: skip
-                refill, refill_second = following, following_second
+                if t + SLOTS < n:
+                    _fetch(k_desc, scales_ptr, values, scales, ready.index(slot), refill, pages, FMT)
+                j = gl.arange(0, NEXT_N, layout=gl.SliceLayout(0, score.type.layout))
+                entry = (first + t) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, score.type.layout))
+                to = out_ptr + (request.to(gl.int64) * NEXT_N + j)[None, :] * out_stride + entry[:, None]
+                gl.store(to, score, mask=(entry < max_length)[:, None])
                 fetched += 1
             unit += n
         for i in gl.static_range(SLOTS):
@@ -362,7 +321,6 @@ def decode_sm90(
         k_desc, words, codes, q_scales, gate, e2m1_tables(exact, str(pages.device)), block_table, lengths, out,
         requests, pages.shape[0],
         block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=q_fmt, EXACT=exact, NEXT_N=next_n,
-        HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1, PAGES=SM90.decode_pages[name],
-        HELD=SM90.decode_held[name], SUMS=SM90.decode_sums,
+        HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1, SUMS=SM90.decode_sums[name],
         REQUESTS=max(32, triton.next_power_of_2(requests)), num_warps=4, maxnreg=limit,
     )  # fmt: skip

@@ -211,7 +211,7 @@ def quantise_query(
             GATE_BF16=gate_bf16,
             HEADS=heads,
             ROWS=ROWS,
-            STAGES=choice.query_stages,
+            STAGES=choice.query_stages[form.name],
             num_warps=choice.query_warps,
             enable_fp_fusion=False,
         )

@@ -33,7 +33,7 @@ from .transforms import (
     quantise_e4m3,
     rotate_pairs,
 )
-from .tuning import plain, programs
+from .tuning import plain
 
 KEY_STAGES = ("pool", "norm", "rope", "hadamard")
 """Stages after which `round_bf16` can ask for one rounding to bf16."""
@@ -64,7 +64,7 @@ def _position_bias(slot: tl.constexpr, ape_ptr):
 
 
 @triton.jit
-def _pool(kv_ptr, gate_ptr, ape, first_row, entry, tokens):
+def _pool(kv_ptr, gate_ptr, ape_ptr, first_row, entry, tokens):
     """The softmax-weighted sum of the 8 slots, fp32 [ROWS, 128], slot after slot; NaN if one of their rows is
     outside the projections.
     """
@@ -81,14 +81,17 @@ def _pool(kv_ptr, gate_ptr, ape, first_row, entry, tokens):
     kv5, gate5 = _slot(5, kv_ptr, gate_ptr, previous)
     kv6, gate6 = _slot(6, kv_ptr, gate_ptr, previous)
     kv7, gate7 = _slot(7, kv_ptr, gate_ptr, previous)
-    gate0 += ape[0]
-    gate1 += ape[1]
-    gate2 += ape[2]
-    gate3 += ape[3]
-    gate4 += ape[4]
-    gate5 += ape[5]
-    gate6 += ape[6]
-    gate7 += ape[7]
+    if not INTERPRETED:
+        # holds nothing up in a single warp, but keeps the compiler from loading kv only after the exponentials
+        tl.debug_barrier()
+    gate0 += _position_bias(0, ape_ptr)
+    gate1 += _position_bias(1, ape_ptr)
+    gate2 += _position_bias(2, ape_ptr)
+    gate3 += _position_bias(3, ape_ptr)
+    gate4 += _position_bias(4, ape_ptr)
+    gate5 += _position_bias(5, ape_ptr)
+    gate6 += _position_bias(6, ape_ptr)
+    gate7 += _position_bias(7, ape_ptr)
     # a maximum drops NaN, but exp(NaN - maximum) brings it back
     highest = tl.maximum(tl.maximum(gate0, gate1), tl.maximum(gate2, gate3))
     highest = tl.maximum(highest, tl.maximum(tl.maximum(gate4, gate5), tl.maximum(gate6, gate7)))
@@ -137,68 +140,61 @@ def store_key_kernel(
     ROUND_HADAMARD: tl.constexpr,
     WEIGHT_BF16: tl.constexpr,
     ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """One program makes ROWS entries. The pool is addressed in int32 words, page_stride words a page."""
+    # int64: projections and a pool may be larger than 2^31 elements
+    e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = tl.minimum(e, entries - 1)  # past the end the last entry once more
+    first_row = tl.load(token_row_ptr + there)
+    entry = tl.load(entry_index_ptr + there)
+    slot_number = tl.load(slots_ptr + there)
     cols = tl.arange(0, 128)[None, :]
     weight = tl.load(norm_weight_ptr + cols)
     if WEIGHT_BF16:
         weight = bf16_code_to_fp32(weight)
     pair = tl.arange(0, 64)[None, :]
-    ape = (
-        _position_bias(0, ape_ptr), _position_bias(1, ape_ptr), _position_bias(2, ape_ptr), _position_bias(3, ape_ptr),
-        _position_bias(4, ape_ptr), _position_bias(5, ape_ptr), _position_bias(6, ape_ptr), _position_bias(7, ape_ptr),
-    )  # fmt: skip
-    blocks = tl.cdiv(entries, ROWS)
-    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
-        # int64: projections and a pool may be larger than 2^31 elements
-        e = tl.full((), 0, tl.int64) + block * ROWS + tl.arange(0, ROWS)
-        there = tl.minimum(e, entries - 1)  # past the end the last entry once more
-        first_row = tl.load(token_row_ptr + there)
-        entry = tl.load(entry_index_ptr + there)
-        slot_number = tl.load(slots_ptr + there)
-        angles = there[:, None] * 32 + pair % 32
-        cos, sin = tl.load(cos_ptr + angles), tl.load(sin_ptr + angles)
+    angles = there[:, None] * 32 + pair % 32
+    cos, sin = tl.load(cos_ptr + angles), tl.load(sin_ptr + angles)
 
-        x = _pool(kv_ptr, gate_ptr, ape, first_row, entry, tokens)
-        if ROUND_POOL:
+    x = _pool(kv_ptr, gate_ptr, ape_ptr, first_row, entry, tokens)
+    if ROUND_POOL:
+        x = round_to_bf16(x)
+
+    mean_square = tl.sum(x * x, axis=1) * 0.0078125  # 1/128
+    inverse = reciprocal(tl.sqrt_rn(mean_square + eps))
+    x = x * inverse[:, None] * weight
+    if ROUND_NORM:
+        x = round_to_bf16(x)
+
+    a, b = tl.split(tl.reshape(x, (ROWS, 64, 2)))
+    turned_a, turned_b = rotate_pairs(a, b, cos, sin)
+    turns = pair >= 32
+    x = tl.reshape(tl.join(tl.where(turns, turned_a, a), tl.where(turns, turned_b, b)), (ROWS, 128))
+    if ROUND_ROPE:
+        x = round_to_bf16(x)
+    x = tl.trans(x)
+    if HADAMARD:
+        x = hadamard_128(x)
+        if ROUND_HADAMARD:
             x = round_to_bf16(x)
+    if FP4_STEP:
+        x = fp4_fake_quantise(x)
 
-        mean_square = tl.sum(x * x, axis=1) * 0.0078125  # 1/128
-        inverse = reciprocal(tl.sqrt_rn(mean_square + eps))
-        x = x * inverse[:, None] * weight
-        if ROUND_NORM:
-            x = round_to_bf16(x)
-
-        a, b = tl.split(tl.reshape(x, (ROWS, 64, 2)))
-        turned_a, turned_b = rotate_pairs(a, b, cos, sin)
-        turns = pair >= 32
-        x = tl.reshape(tl.join(tl.where(turns, turned_a, a), tl.where(turns, turned_b, b)), (ROWS, 128))
-        if ROUND_ROPE:
-            x = round_to_bf16(x)
-        x = tl.trans(x)
-        if HADAMARD:
-            x = hadamard_128(x)
-            if ROUND_HADAMARD:
-                x = round_to_bf16(x)
-        if FP4_STEP:
-            x = fp4_fake_quantise(x)
-
-        stored = (slot_number >= 0) & (slot_number < capacity)
-        slot_number = tl.where(stored, slot_number, 0)
-        at = page_ptr + slot_number // _PAGE * page_stride
-        row = slot_number % _PAGE
-        if FMT == "bf16":
-            words = bf16_words(x)
-        elif FMT == "e4m3":
-            words, scale = quantise_e4m3(x, amax_floor, POWER_OF_TWO)
-            tl.store(at + _PAGE * 32 + row, fp32_bits(scale), mask=stored)
-        else:
-            words, bytes_ = quantise_e2m1(x, amax_floor, TIES_DOWN)
-            tl.store(at + _PAGE * 16 + row, bytes_, mask=stored)
-        columns = tl.arange(0, words.shape[0])[None, :]
-        words_ptr = (at + row * words.shape[0])[:, None] + columns
-        tl.store(words_ptr, tl.trans(words), mask=stored[:, None])
+    stored = (slot_number >= 0) & (slot_number < capacity)
+    slot_number = tl.where(stored, slot_number, 0)
+    page_ptr += slot_number // _PAGE * page_stride
+    row = slot_number % _PAGE
+    if FMT == "bf16":
+        words = bf16_words(x)
+    elif FMT == "e4m3":
+        words, scale = quantise_e4m3(x, amax_floor, POWER_OF_TWO)
+        tl.store(page_ptr + _PAGE * 32 + row, fp32_bits(scale), mask=stored)
+    else:
+        words, bytes_ = quantise_e2m1(x, amax_floor, TIES_DOWN)
+        tl.store(page_ptr + _PAGE * 16 + row, bytes_, mask=stored)
+    columns = tl.arange(0, words.shape[0])[None, :]
+    words_ptr = (page_ptr + row * words.shape[0])[:, None] + columns
+    tl.store(words_ptr, tl.trans(words), mask=stored[:, None])
 
 
 def store_key(
@@ -275,8 +271,7 @@ def store_key(
     if tokens < 4:  # the kernel reads a whole window, if only to find that it is outside
         kv, gate = (torch.nn.functional.pad(x, (0, 0, 0, 4 - tokens)) for x in (kv, gate))
     weight_bf16 = norm_weight.dtype == torch.bfloat16
-    choice = plain(kv.device)
-    store_key_kernel[(programs(kv.device, choice.key_programs, triton.cdiv(entries, ROWS)),)](
+    store_key_kernel[(triton.cdiv(entries, ROWS),)](
         kv,
         gate,
         ape,
@@ -304,7 +299,6 @@ def store_key(
         ROUND_HADAMARD="hadamard" in round_bf16,
         WEIGHT_BF16=weight_bf16,
         ROWS=ROWS,
-        STAGES=choice.key_stages,
-        num_warps=choice.key_warps,
+        num_warps=plain(kv.device).key_warps,
         enable_fp_fusion=False,
     )

@@ -23,14 +23,12 @@ class Plain:
     """Tiles of 64 keys that one program walks over."""
     query_warps: int = 1
     """Warps that quantise 32 rows; more than one has to exchange them."""
-    query_stages: int = 2
-    """Blocks of rows of one program that are loaded or computed at a time."""
+    query_stages: dict[str, int] = field(default_factory=lambda: {"e4m3": 3, "bf16": 3, "e2m1": 2})
+    """Blocks of rows of one program that are loaded or computed at a time, by query format."""
     query_programs: int = 12
     """Programs on one multiprocessor."""
     key_warps: int = 2
     """Warps that pool and store one entry."""
-    key_stages: int = 2
-    key_programs: int = 10
     topk_warps: int = 8
     topk_registers: tuple[int, int] = (128, 128)
     """Registers of a thread that appends to a list, and of one that also shrinks it: few that do not spill."""
@@ -40,7 +38,7 @@ class Plain:
     """Scores that one program holds, and the most lists' worth that it merges."""
     tournament_scores: int = 512
     """Scores of one warp."""
-    tournament_registers: int = 128
+    tournament_registers: int = 80
     tournament_rows: int = 96
     """Most rows of a tournament of several rounds."""
 
@@ -60,27 +58,22 @@ class Hopper:
     select_programs: dict[bool, int] = field(default_factory=lambda: {False: 4, True: 3})
     """Programs on one multiprocessor, by exact."""
     select_registers: dict[bool, int] = field(default_factory=lambda: {False: 128, True: 168})
-    select_segment: int = 8192
+    select_segment: int = 4096
     """Keys that a program scores before it looks at the scores; a multiple of 512."""
     decode_slots: dict[str, int] = field(
         default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 2, "e2m1 exact": 2}
     )
     """Pages in flight of one program."""
-    decode_pages: dict[str, int] = field(
-        default_factory=lambda: {"e4m3": 1, "e4m3 exact": 1, "bf16": 1, "e2m1": 1, "e2m1 exact": 1}
+    decode_sums: dict[str, bool] = field(
+        default_factory=lambda: {"e4m3": False, "e4m3 exact": False, "bf16": False, "e2m1": True, "e2m1 exact": True}
     )
-    """Pages of one slot, 1 or 2."""
-    decode_sums: bool = True
-    decode_held: dict[str, bool] = field(
-        default_factory=lambda: {"e4m3": True, "e4m3 exact": True, "bf16": True, "e2m1": True, "e2m1 exact": True}
-    )
-    """Whether gates stay in registers."""
+    """Whether relu is a sum, see `hopper.score_of`: where the integer pipe is the busiest."""
     decode_programs: dict[str, int] = field(
-        default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 5, "e2m1 exact": 4}
+        default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 5, "e2m1 exact": 5}
     )
     """Programs on one multiprocessor."""
     decode_registers: dict[str, int | None] = field(
-        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 96, "e2m1 exact": 128}
+        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 96, "e2m1 exact": 96}
     )
     """Limit of registers a thread, so that the programs above fit."""
     decode_columns: int = 128
