@@ -63,16 +63,19 @@ class Case:
     types: Sequence[str]
     constants: dict[str, Any]
     options: dict[str, Any]
-    """A value may be a dict by major compute capability."""
+    """A value of either may be a dict by major compute capability."""
     architectures: Sequence[int] = ARCHITECTURES
     aligned: Sequence[str] = ()
     """Integer arguments that are multiples of 16 in deployments, which a launch finds too."""
     spill_limit: int = SPILL_LIMIT
 
-    def options_for(self, architecture: int) -> dict[str, Any]:
-        """Launch options on one architecture."""
-        major = architecture // 10
-        return {name: value[major] if isinstance(value, dict) else value for name, value in self.options.items()}
+    def choices_for(self, architecture: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Constants and launch options on one architecture."""
+        constants, options = (
+            {name: value[architecture // 10] if isinstance(value, dict) else value for name, value in each.items()}
+            for each in (self.constants, self.options)
+        )
+        return constants, options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +134,12 @@ def cases() -> list[Case]:
                     *("i32", "fp32", "fp32"),
                 ],
                 constants=shared
-                | {"GATE_BF16": True, "HEADS": HEADS, "ROWS": QUERY_ROWS, "STAGES": PLAIN[10].query_stages[fmt]},
+                | {
+                    "GATE_BF16": True,
+                    "HEADS": HEADS,
+                    "ROWS": QUERY_ROWS,
+                    "STAGES": {major: stages[fmt] for major, stages in _each("query_stages").items()},
+                },
                 options=unfused | {"num_warps": _each("query_warps")},
             )
         )
@@ -309,25 +317,24 @@ def compile_case(case: Case, architecture: int) -> Compiled:
     """Compile one case for sm_<architecture>. Raises RuntimeError in an interpreting process."""
     if INTERPRETED.value:
         raise RuntimeError("TRITON_INTERPRET is set, expected a process that compiles")
+    constants, options = case.choices_for(architecture)
     arguments = case.kernel.arg_names
-    names = [name for name in arguments if name not in case.constants]
+    names = [name for name in arguments if name not in constants]
     assert len(names) == len(case.types), f"{case.name}: {len(case.types)} types for {len(names)} arguments"
-    signature = dict(zip(names, case.types, strict=True)) | dict.fromkeys(case.constants, "constexpr")
+    signature = dict(zip(names, case.types, strict=True)) | dict.fromkeys(constants, "constexpr")
     # what a launch finds for torch tensors: pointers aligned to 16 bytes
     multiples = [name for name in names if signature[name].startswith("*") or name in case.aligned]
     aligned = {(arguments.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = _source(case.kernel)(
         case.kernel,
         {name: signature[name] for name in arguments},
-        {(arguments.index(name),): value for name, value in case.constants.items()},
+        {(arguments.index(name),): value for name, value in constants.items()},
         aligned,
     )
     with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(StringIO()) as log:
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.always_compile = True  # a cached cubin comes without ptxas' log
-        built = triton.compile(
-            source, target=GPUTarget("cuda", architecture, 32), options=case.options_for(architecture)
-        )
+        built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     registers = re.search(r"Used (\d+) registers", log.getvalue())
     spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
     return Compiled(

@@ -23,7 +23,7 @@ class Plain:
     """Tiles of 64 keys that one program walks over."""
     query_warps: int = 1
     """Warps that quantise 32 rows; more than one has to exchange them."""
-    query_stages: dict[str, int] = field(default_factory=lambda: {"e4m3": 3, "bf16": 3, "e2m1": 2})
+    query_stages: dict[str, int] = field(default_factory=lambda: {"e4m3": 2, "bf16": 2, "e2m1": 2})
     """Blocks of rows of one program that are loaded or computed at a time, by query format."""
     query_programs: int = 12
     """Programs on one multiprocessor."""
@@ -84,7 +84,7 @@ class Hopper:
 
 SM90 = Hopper()
 PLAIN = {
-    9: Plain(prefill_warps=4, topk_registers=(64, 80)),
+    9: Plain(prefill_warps=4, topk_registers=(64, 80), query_stages={"e4m3": 3, "bf16": 3, "e2m1": 2}),
     10: Plain(),  # by reasoning: as sm_90 where nothing spills
     12: Plain(prefill_warps=4),  # by reasoning: no warpgroup instructions, a quarter of the tile per warp
 }
