@@ -1,10 +1,10 @@
 """select_sm90: prefill selection of e4m3 keys on Hopper in one launch, scores and lists side by side.
 
-A program takes ROWS query rows at a time and walks over all keys that they see, as `hopper_prefill` does, a segment of
-SEGMENT keys at a time. It writes the segment's scores to a buffer of its own, which stays in the L2 cache, then reads
-them back with a row to each warp and appends what can still win to the row's list: `topk`'s algorithm, four rows in
-step. While one program of a multiprocessor does that, the other one has the tensor cores. So scores exist for
-programs x ROWS x SEGMENT pairs at a time, and nothing waits for another program.
+A program takes ROWS query rows at a time and walks over all keys that they see, one product of one accumulator a tile of
+64 keys. After every SEGMENT keys it reads the segment's scores back from a buffer of its own (which stays in the L2
+cache) and appends what can still win to each row's list: `topk`'s algorithm, all rows in step. Several programs on a
+multiprocessor share the tensor cores: while one reduces, merges or waits, others multiply. So scores exist for
+programs x ROWS x SEGMENT pairs at a time, and no program waits for another.
 
 Rows are dealt out longest first, back and forth, so that programs end up with like amounts of work.
 """

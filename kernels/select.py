@@ -9,6 +9,9 @@ segment of a chunk writes the answer. Segments that no row of the chunk sees are
 Each score is one (query row, key) product, whatever the tile it is computed in, and the best k of a row under a total
 order are one set: so neither chunk nor segment shows in the result.
 
+On Hopper, e4m3 keys and rows enough for all multiprocessors take one launch instead, see `hopper_select`; the result is
+the same.
+
 Memory beyond the result: the workspace (32 MiB) and the lists, 8 * (k + 1024) bytes a row of the chunk and at most
 `topk.LISTS_BYTES` (25 MiB; above k = 2048 a chunk has fewer rows for it).
 
@@ -47,8 +50,8 @@ def select(
     query, keys, key_scales, start, end, fmt, exact: as `ragged_logits` takes them. A row's result is the columns
     (numbered over all keys) of its k best scores in ascending order, then -1; ties, NaN and zeros as in `topk`.
 
-    Peak memory beyond the result: below 58 MiB. Waits for the device once, to learn which entries each chunk
-    sees. Raises ValueError as `ragged_logits` and `topk` do.
+    Peak memory beyond the result: below 58 MiB. Except in one launch, waits for the device once, to learn which entries
+    each chunk sees. Raises ValueError as `ragged_logits` and `topk` do.
     """
     _check_k(k)
     ragged_logits(query, keys[:0], None if key_scales is None else key_scales[:0], start, end, fmt=fmt, exact=exact)
