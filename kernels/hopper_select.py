@@ -1,7 +1,7 @@
 """select_sm90: prefill selection of e4m3 keys on Hopper in one launch, scores and lists side by side.
 
-A program takes ROWS query rows at a time and walks over all keys that they see, one product of one accumulator a tile of
-64 keys. After every SEGMENT keys it reads the segment's scores back from a buffer of its own (which stays in the L2
+A program takes ROWS query rows at a time and walks over all keys that they see, one product of one accumulator a tile
+of 64 keys. After every SEGMENT keys it reads the segment's scores back from a buffer of its own (which stays in the L2
 cache) and appends what can still win to each row's list: `topk`'s algorithm, all rows in step. Several programs on a
 multiprocessor share the tensor cores: while one reduces, merges or waits, others multiply. So scores exist for
 programs x ROWS x SEGMENT pairs at a time, and no program waits for another.
