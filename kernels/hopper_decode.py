@@ -5,20 +5,27 @@ share (so does DeepGEMM's schedule, made by a kernel of its own). A program hold
 memory, keeps SLOTS pages in flight, and scores a page at a time; several programs on a multiprocessor hide each
 other's waiting.
 
-===========  =====================================================  ==============================
-format       how a page meets the tensor core                       products
-===========  =====================================================  ==============================
-e4m3         straight from shared memory                            fp8, narrow accumulator
-e4m3 exact   widened to fp16 in registers                           fp16, fp32 accumulator
-bf16         straight from shared memory                            bf16, fp32 accumulator
-e2m1         widened to bf16 in registers, times its block's scale  bf16, fp32 accumulator
-===========  =====================================================  ==============================
+===========  =========================================  ==============================
+format       how a page meets the tensor core           products
+===========  =========================================  ==============================
+e4m3         straight from shared memory                fp8, narrow accumulator
+e4m3 exact   widened to fp16 in registers               fp16, fp32 accumulator
+bf16         straight from shared memory                bf16, fp32 accumulator
+e2m1         turned to e4m3 in registers, by a table    fp8, narrow accumulator
+e2m1 exact   turned to fp16 in registers, by a table    fp16, fp32 accumulator
+===========  =========================================  ==============================
+
+An e2m1 operand is a key (or a query's head) over the scale of its largest block; that scale is a factor of the score
+(of the gate). The table holds the eight magnitudes of a block whose scale is 2^-d of the largest. That is exact up to
+d = 14 in e4m3 and 28 in fp16; smaller blocks are rounded, to nothing in the end.
 
 Whole pages are written, also where a row does not see all of one; the caller fills in -inf. A page id outside the pool
 is fetched as zeros and scored NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+from functools import cache
 
 import torch
 import triton
@@ -35,7 +42,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .hopper import byte_of_place, cta_barrier, score_of, unpack_e2m1, widen_e4m3, word_layout
+from .hopper import (
+    block_layout,
+    byte_of_place,
+    cta_barrier,
+    largest_byte,
+    score_of,
+    unpack_e2m1,
+    widen_e4m3,
+    word_layout,
+)
 from .layout import PageFormat
 from .tuning import SM90
 
@@ -44,9 +60,14 @@ PAGE_VIEWS = {
     "e4m3 exact": (torch.int32, 66, 32, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)),
     "bf16": (torch.bfloat16, 64, 128, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)),
     "e2m1": (torch.int32, 68, 16, gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)),
+    "e2m1 exact": (torch.int32, 68, 16, gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)),
 }
 """How the pool is seen as a matrix whose rows are entries: dtype, rows of a page (its scales are the rows beyond 64),
 columns, and the shared layout of a page's values."""
+
+_E4M3_LARGEST = gl.constexpr(6)
+"""Power of two times which the largest block of an e2m1 row is held in e4m3: 6 * 2^6 fits."""
+_FP16_LARGEST = gl.constexpr(13)
 
 
 @gluon.jit
@@ -55,42 +76,49 @@ def _add(a, b):
 
 
 @gluon.jit
-def _fetch(k_desc, scales_ptr, k_smem, s_smem, ready, slot, page, pages, FMT: gl.constexpr):
+def _fetch(k_desc, scales_ptr, k_smem, s_smem, bar, page, pages, FMT: gl.constexpr):
     """Bring a page into a slot; its barrier is complete when values and scales are there."""
     known = (page >= 0) & (page < pages)
-    bar = ready.index(slot)
     ROWS: gl.constexpr = 66 if FMT == "e4m3" else (64 if FMT == "bf16" else 68)
     BYTES: gl.constexpr = 8192 if FMT == "e4m3" else (16384 if FMT == "bf16" else 4096)
     mbarrier.expect(bar, BYTES)
-    tma.async_copy_global_to_shared(k_desc, [gl.where(known, page, pages) * ROWS, 0], bar, k_smem.index(slot))
+    tma.async_copy_global_to_shared(k_desc, [gl.where(known, page, pages) * ROWS, 0], bar, k_smem)
     if FMT != "bf16":
         WORDS: gl.constexpr = 2112 if FMT == "e4m3" else 1088
         entry = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
         first = gl.where(known, page, 0).to(gl.int64) * WORDS + (WORDS - 64)
-        async_copy.async_copy_global_to_shared(s_smem.index(slot), scales_ptr + first + entry)
+        async_copy.async_copy_global_to_shared(s_smem, scales_ptr + first + entry)
         async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit
-def _queries(q_ptr, q_scales_ptr, row, N: gl.constexpr, FMT: gl.constexpr, Q_FMT: gl.constexpr, EXACT: gl.constexpr):
+def _power(byte):
+    """2^(byte - 127) of a ue8m0 byte as fp32; of 255, infinity."""
+    return gl.maximum(byte << 23, 0x400000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _gates(gate_ptr, q_scales_ptr, column, FMT: gl.constexpr, EXACT: gl.constexpr, SUMS: gl.constexpr):
+    """fp32 gates of heads, times what their e2m1 operands lack; halved if SUMS."""
+    gate = gl.load(gate_ptr + column)
+    HALVED: gl.constexpr = 0.5 if SUMS else 1.0
+    if FMT == "e2m1":
+        byte = largest_byte(gl.load(q_scales_ptr + column))
+        lacks: gl.constexpr = HALVED * 2.0 ** -(2 * (_FP16_LARGEST if EXACT else _E4M3_LARGEST))
+        gate = gl.where(byte == 255, float("nan"), gate * lacks * _power(byte))
+    elif SUMS:
+        gate = gate * HALVED
+    return gate
+
+
+@gluon.jit
+def _queries(q_ptr, row, N: gl.constexpr, FMT: gl.constexpr, Q_FMT: gl.constexpr, EXACT: gl.constexpr):
     """[N, 128] of queries (row: the first, int64) in the type and the order of dims of the key operand."""
     VECTOR: gl.constexpr = 8 if Q_FMT == "bf16" else 16
     layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [VECTOR // 4, 128 // VECTOR], [4, 1], [1, 0])
     place = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
     column = (row + gl.arange(0, N, layout=gl.SliceLayout(1, layout)))[:, None]
-    if FMT == "e2m1":
-        # even dims, then odd dims; times 2^63, since the keys come times 2^-63
-        byte = byte_of_place(place % 64)[None, :]
-        code = gl.load(q_ptr + column * 64 + byte).to(gl.int32)
-        code = gl.where((place >= 64)[None, :], code >> 4, code) & 15
-        exponent = (code >> 1) & 3
-        normal = ((exponent + 126) << 23) | ((code & 1) << 22)
-        bits = gl.where(exponent == 0, (code & 1) * 0x3F000000, normal) | ((code & 8) << 28)
-        scale = gl.load(q_scales_ptr + column * 4 + byte // 16).to(gl.int32)
-        scale = gl.where(scale == 255, 0x7FC00000, gl.where(scale == 0, 0x400000, scale << 23))
-        q = bits.to(gl.float32, bitcast=True) * scale.to(gl.float32, bitcast=True) * 9223372036854775808.0
-        operand = q.to(gl.bfloat16)
-    elif EXACT and FMT == "e4m3":
+    if EXACT and FMT == "e4m3":
         operand = gl.load(q_ptr + column * 128 + byte_of_place(place)[None, :]).to(gl.float16)
     elif FMT == "bf16" and Q_FMT == "e4m3":
         operand = gl.load(q_ptr + column * 128 + place[None, :]).to(gl.float32).to(gl.bfloat16)
@@ -100,32 +128,39 @@ def _queries(q_ptr, q_scales_ptr, row, N: gl.constexpr, FMT: gl.constexpr, Q_FMT
 
 
 @gluon.jit
-def _score_page(k_smem, s_smem, q_smem, gate, known, NEXT_N: gl.constexpr, HEADS: gl.constexpr, FMT: gl.constexpr,
-                EXACT: gl.constexpr, mma: gl.constexpr):  # fmt: skip
-    """Scores fp32 [64, NEXT_N] of one page; NaN unless the page is known."""
-    N: gl.constexpr = NEXT_N * HEADS
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+def _unpack_queries(q_ptr, q_scales_ptr, tables_ptr, row, q_smem, N: gl.constexpr, EXACT: gl.constexpr):
+    """Put N heads of e2m1 queries into shared memory, 64 at a time, with the dims in the order of the keys'."""
+    layout: gl.constexpr = block_layout()
+    word = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :]
+    for first in gl.static_range(0, N, 64):
+        place = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        words = gl.load(q_ptr + (row + place)[:, None] * 16 + word, mask=(place < N)[:, None], other=0)
+        scale = gl.load(q_scales_ptr + row + place, mask=place < N, other=0)
+        x = unpack_e2m1(words, scale, largest_byte(scale), tables_ptr, EXACT)
+        q_smem.slice(first, 64, 0).store(x)
+
+
+@gluon.jit
+def _product(k_smem, s_smem, q_smem, tables_ptr, N: gl.constexpr, FMT: gl.constexpr, EXACT: gl.constexpr,
+             mma: gl.constexpr):  # fmt: skip
+    """Products [64, N] of one page, in flight, and the factors of its keys' scores, fp32 [64]."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2 if EXACT else 4)
     key_layout: gl.constexpr = gl.SliceLayout(1, mma)
-    acc = gl.zeros([64, N], gl.float32, mma)
+    factor = gl.full([64], 1.0, gl.float32, key_layout)
+    keys = k_smem
     if FMT == "e2m1":
-        scale = s_smem.load(gl.SliceLayout(1, word_layout(8)))
-        even, odd = unpack_e2m1(k_smem, scale, operand)
-        acc = warpgroup_mma(even, q_smem.slice(0, 64, 1).permute([1, 0]), acc, use_acc=False, is_async=True)
-        acc = warpgroup_mma(odd, q_smem.slice(64, 64, 1).permute([1, 0]), acc, is_async=True)
-        # a byte of 192 or more: NaN (255), or a scale beyond 2^64
-        beyond = (scale & (scale << 1) & -2139062144) != 0
-        factor = gl.convert_layout(gl.where(beyond, float("nan"), 1.0), key_layout)
-    else:
-        factor = gl.full([64], 1.0, gl.float32, key_layout)
-        if FMT == "e4m3":
-            factor = s_smem.load(key_layout)
-        if EXACT and FMT == "e4m3":
+        scale = s_smem.load(gl.SliceLayout(1, block_layout()))
+        largest = largest_byte(scale)
+        keys = unpack_e2m1(k_smem.load(block_layout()), scale, largest, tables_ptr, EXACT)
+        keys = gl.convert_layout(keys, operand, assert_trivial=True)
+        factor = gl.convert_layout(gl.where(largest == 255, float("nan"), _power(largest)), key_layout)
+    elif FMT == "e4m3":
+        factor = s_smem.load(key_layout)
+        if EXACT:
             keys = widen_e4m3(k_smem.load(word_layout(32)), operand)
-            acc = warpgroup_mma(keys, q_smem.permute([1, 0]), acc, use_acc=False, is_async=True)
-        else:
-            acc = warpgroup_mma(k_smem, q_smem.permute([1, 0]), acc, use_acc=False, is_async=True)
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-    return score_of(acc, gate, gl.where(known, factor, float("nan")), NEXT_N, HEADS)
+    acc = gl.zeros([64, N], gl.float32, mma)
+    acc = warpgroup_mma(keys, q_smem.slice(0, N, 0).permute([1, 0]), acc, use_acc=False, is_async=True)
+    return acc, factor
 
 
 @gluon.jit
@@ -135,6 +170,7 @@ def decode_sm90_kernel(
     q_ptr,
     q_scales_ptr,
     gate_ptr,
+    tables_ptr,
     table_ptr,
     lengths_ptr,
     out_ptr,
@@ -150,11 +186,12 @@ def decode_sm90_kernel(
     HEADS: gl.constexpr,
     SLOTS: gl.constexpr,
     SLOT_BITS: gl.constexpr,
+    SUMS: gl.constexpr,
     REQUESTS: gl.constexpr,
 ):
     """One program scores an equal share of the pages in use, REQUESTS a power of two that holds `requests`."""
     N: gl.constexpr = NEXT_N * HEADS
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32 if FMT == "e4m3" and not EXACT else 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16 if EXACT or FMT == "bf16" else 32])
 
     # few requests: every warp holds them all, so that sums over them need no shared memory
     SPREAD: gl.constexpr = 32 if REQUESTS <= 128 else 128
@@ -178,11 +215,12 @@ def decode_sm90_kernel(
         for i in gl.static_range(SLOTS):
             mbarrier.init(ready.index(i), count=1 if FMT == "bf16" else 1 + 32 * gl.num_warps())
         fence_async_shared()
-        wide: gl.constexpr = gl.bfloat16 if FMT != "e4m3" else gl.float16
-        if FMT == "e4m3" and not EXACT:
-            q_smem = gl.allocate_shared_memory(gl.float8e4nv, [N, 128], gl.NVMMASharedLayout(128, 8))
+        wide: gl.constexpr = gl.bfloat16 if FMT == "bf16" else gl.float16
+        Q_ROWS: gl.constexpr = 64 if FMT == "e2m1" and N < 64 else N
+        if EXACT or FMT == "bf16":
+            q_smem = gl.allocate_shared_memory(wide, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 16))
         else:
-            q_smem = gl.allocate_shared_memory(wide, [N, 128], gl.NVMMASharedLayout(128, 16))
+            q_smem = gl.allocate_shared_memory(gl.float8e4nv, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 8))
         fetched = 0
         while unit < last:
             request = gl.sum((upto <= unit).to(gl.int32), axis=0)
@@ -190,15 +228,21 @@ def decode_sm90_kernel(
             n = gl.minimum(gl.sum(gl.where(b == request, used, 0), axis=0) - first, last - unit)
             ids = table_ptr + request.to(gl.int64) * table_stride + first
             row = request.to(gl.int64) * N
-            q = _queries(q_ptr, q_scales_ptr, row, N, FMT, Q_FMT, EXACT)
-            gate = gl.load(gate_ptr + row + gl.arange(0, N, layout=gl.SliceLayout(0, mma)))[None, :]
+            if FMT != "e2m1":
+                q = _queries(q_ptr, row, N, FMT, Q_FMT, EXACT)
+            head = row + gl.arange(0, N, layout=gl.SliceLayout(0, mma))
+            gate = _gates(gate_ptr, q_scales_ptr, head, FMT, EXACT, SUMS)[None, :]
             for i in gl.static_range(SLOTS):
                 if i < n:
-                    _fetch(k_desc, scales_ptr, k_smem, s_smem, ready, (fetched + i) & (SLOTS - 1), gl.load(ids + i),
-                           pages, FMT)  # fmt: skip
+                    slot = (fetched + i) & (SLOTS - 1)
+                    _fetch(k_desc, scales_ptr, k_smem.index(slot), s_smem.index(slot), ready.index(slot),
+                           gl.load(ids + i), pages, FMT)  # fmt: skip
             following = gl.load(ids + SLOTS, mask=n > SLOTS, other=-1)
             cta_barrier()  # the last request's queries are done with
-            q_smem.store(q)
+            if FMT == "e2m1":
+                _unpack_queries(q_ptr, q_scales_ptr, tables_ptr, row, q_smem, N, EXACT)
+            else:
+                q_smem.store(q)
             fence_async_shared()
             cta_barrier()
             for t in range(n):
@@ -207,12 +251,14 @@ def decode_sm90_kernel(
                 known = (page >= 0) & (page < pages)
                 refill = following
                 following = gl.load(ids + t + SLOTS + 1, mask=t + SLOTS + 1 < n, other=-1)
+                values, scales = k_smem.index(slot), s_smem.index(slot)
                 mbarrier.wait(ready.index(slot), (fetched >> SLOT_BITS) & 1)
-                score = _score_page(k_smem.index(slot), s_smem.index(slot), q_smem, gate, known, NEXT_N, HEADS, FMT,
-                                    EXACT, mma)  # fmt: skip
+                acc, factor = _product(values, scales, q_smem, tables_ptr, N, FMT, EXACT, mma)
+                acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+                score = score_of(acc, gate, gl.where(known, factor, float("nan")), NEXT_N, HEADS, SUMS)
                 cta_barrier()  # every warp has read the slot
                 if t + SLOTS < n:
-                    _fetch(k_desc, scales_ptr, k_smem, s_smem, ready, slot, refill, pages, FMT)
+                    _fetch(k_desc, scales_ptr, values, scales, ready.index(slot), refill, pages, FMT)
                 j = gl.arange(0, NEXT_N, layout=gl.SliceLayout(0, score.type.layout))
                 entry = (first + t) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, score.type.layout))
                 to = out_ptr + (request.to(gl.int64) * NEXT_N + j)[None, :] * out_stride + entry[:, None]
@@ -221,6 +267,18 @@ def decode_sm90_kernel(
             unit += n
         for i in gl.static_range(SLOTS):
             mbarrier.invalidate(ready.index(i))
+
+
+@cache
+def e2m1_tables(exact: bool, device: str) -> Tensor:
+    """int64 [32]: the bytes of an e2m1 block's eight magnitudes, the block's scale 2^-d of its row's largest.
+
+    Bytes of e4m3, or (exact) the high bytes of fp16: those of e5m2.
+    """
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    scaled = values * 2.0 ** ((_FP16_LARGEST if exact else _E4M3_LARGEST).value - torch.arange(32.0)[:, None])
+    tables: Tensor = scaled.to(torch.float8_e5m2 if exact else torch.float8_e4m3fn).view(torch.int64).flatten()
+    return tables.to(device)
 
 
 def runs(heads: int, next_n: int, requests: int, pages: Tensor, form: PageFormat) -> bool:
@@ -242,22 +300,27 @@ def decode_sm90(
     """Write scores into `out`, fp32 [B * next_n, max_length]: whole pages, garbage at or beyond a row's length.
 
     Arguments as `paged_logits` has checked them, and `runs` holds. q_scales: uint8 [R, H, 4] of an e2m1 query, else
-    anything on the device.
+    anything on the device. exact is of no account to bf16 pages.
     """
-    name = f"{form.name} exact" if exact and form.name == "e4m3" else form.name
+    exact = exact and form.name != "bf16"
+    name = f"{form.name} exact" if exact else form.name
     dtype, page_rows, width, layout = PAGE_VIEWS[name]
     shape = [pages.shape[0] * page_rows, width]
     k_desc = TensorDescriptor(pages.view(dtype), shape, [width, 1], [64, width], layout)
     words = pages.view(torch.float32 if form.name == "e4m3" else torch.int32)
-    requests, max_length = block_table.shape[0], out.shape[1]
+    requests, max_length, heads = block_table.shape[0], out.shape[1], codes.shape[1]
     most = requests * triton.cdiv(max_length, 64)
     processors = torch.cuda.get_device_properties(pages.device).multi_processor_count
+    if q_fmt == "e2m1":
+        codes = (codes if codes.data_ptr() % 16 == 0 else codes.clone()).view(torch.int32)
+        q_scales = (q_scales if q_scales.data_ptr() % 4 == 0 else q_scales.clone()).view(torch.int32)
     slots, limit = SM90.decode_slots[name], SM90.decode_registers[name]
-    if next_n * codes.shape[1] > 64:
+    if next_n * heads > 64:
         limit = None
     decode_sm90_kernel[(min(most, processors * SM90.decode_programs[name]),)](
-        k_desc, words, codes, q_scales, gate, block_table, lengths, out, requests, pages.shape[0],
+        k_desc, words, codes, q_scales, gate, e2m1_tables(exact, str(pages.device)), block_table, lengths, out,
+        requests, pages.shape[0],
         block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=q_fmt, EXACT=exact, NEXT_N=next_n,
-        HEADS=codes.shape[1], SLOTS=slots, SLOT_BITS=slots.bit_length() - 1,
+        HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1, SUMS=SM90.decode_sums[name],
         REQUESTS=max(32, triton.next_power_of_2(requests)), num_warps=4, maxnreg=limit,
     )  # fmt: skip

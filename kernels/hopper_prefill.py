@@ -66,13 +66,15 @@ def _queries(q_desc, q_ptr, first_row, rows, ROWS: gl.constexpr, HEADS: gl.const
 
 
 @gluon.jit
-def _product(keys, queries, N: gl.constexpr, mma: gl.constexpr):
+def product(keys, queries, N: gl.constexpr, mma: gl.constexpr):
+    """An accumulator of its own, fp32 [64, N], in flight."""
     acc = gl.zeros([64, N], gl.float32, mma)
     return warpgroup_mma(keys, queries, acc, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _operand(k_smem, mma: gl.constexpr, EXACT: gl.constexpr):
+def operand_of(k_smem, mma: gl.constexpr, EXACT: gl.constexpr):
+    """A tile of keys as the left operand of products: in shared memory as it is, or (EXACT) widened."""
     operand = k_smem
     if EXACT:
         operand = widen_e4m3(k_smem.load(word_layout(32)), gl.DotOperandLayout(0, mma, 2))
@@ -137,11 +139,11 @@ def prefill_sm90_kernel(
         phase = 0
         for first in range(low, high, SLOTS * KEYS):
             mbarrier.wait(ready.index(0), phase)
-            operand = _operand(k_smem.index(0), mma, EXACT)
-            acc_a = _product(operand, q_a, N, mma)
+            operand = operand_of(k_smem.index(0), mma, EXACT)
+            acc_a = product(operand, q_a, N, mma)
             for i in gl.static_range(SLOTS):
                 at = first + i * KEYS
-                acc_b = _product(operand, q_b, N, mma)
+                acc_b = product(operand, q_b, N, mma)
                 scale = gl.load(key_scales_ptr + at + entry, mask=at + entry < keys, other=1.0)
                 done = warpgroup_mma_wait(num_outstanding=1, deps=[acc_a])
                 score = score_of(done, gate_a, scale, HALF, HEADS)
@@ -152,8 +154,8 @@ def prefill_sm90_kernel(
                 gl.store(to, score, mask=(first_row + r < rows)[None, :] & fits)
                 if i + 1 < SLOTS:
                     mbarrier.wait(ready.index(i + 1), phase)
-                    operand = _operand(k_smem.index(i + 1), mma, EXACT)
-                    acc_a = _product(operand, q_a, N, mma)
+                    operand = operand_of(k_smem.index(i + 1), mma, EXACT)
+                    acc_a = product(operand, q_a, N, mma)
                     done = warpgroup_mma_wait(num_outstanding=1, deps=[acc_b])
                 else:
                     done = warpgroup_mma_wait(num_outstanding=0, deps=[acc_b])
@@ -178,6 +180,20 @@ def rows_of(heads: int, exact: bool) -> int:
     return columns // heads if fits else 0
 
 
+def descriptors(
+    codes: Tensor, keys: Tensor, block: int, exact: bool
+) -> tuple[TensorDescriptor, TensorDescriptor, Tensor]:
+    """What the copy engine is told about keys [N, 128] and queries [M, H, 128], `block` rows of these at a time; and
+    the queries as e4m3 [M * H, 128].
+    """
+    rows, heads = codes.shape[:2]
+    flat = codes.view(torch.float8_e4m3fn).view(rows * heads, 128)
+    q_desc = TensorDescriptor(flat, [rows * heads, 128], [128, 1], [block * heads, 128], QUERY_LAYOUT)
+    view, width = (keys.view(torch.int32), 32) if exact else (keys.view(torch.float8_e4m3fn), 128)
+    k_desc = TensorDescriptor(view, [len(keys), width], [width, 1], [KEYS.value, width], KEY_LAYOUTS[exact])
+    return k_desc, q_desc, flat
+
+
 def prefill_sm90(
     codes: Tensor, gate: Tensor, keys: Tensor, key_scales: Tensor, start: Tensor, end: Tensor, out: Tensor, exact: bool
 ) -> None:
@@ -187,15 +203,9 @@ def prefill_sm90(
     caller has checked them, `rows_of`, and that codes and keys lie at multiples of 16 bytes.
     """
     rows, heads = codes.shape[:2]
-    count, block = keys.shape[0], rows_of(heads, exact)
+    count, block = len(keys), rows_of(heads, exact)
     chunks = triton.cdiv(count, KEYS.value * SM90.prefill_tiles)
-    flat = codes.view(torch.float8_e4m3fn).view(rows * heads, 128)
-    q_desc = TensorDescriptor(flat, [rows * heads, 128], [128, 1], [block * heads, 128], QUERY_LAYOUT)
-    layout = KEY_LAYOUTS[exact]
-    if exact:
-        k_desc = TensorDescriptor(keys.view(torch.int32), [count, 32], [32, 1], [KEYS.value, 32], layout)
-    else:
-        k_desc = TensorDescriptor(keys.view(torch.float8_e4m3fn), [count, 128], [128, 1], [KEYS.value, 128], layout)
+    k_desc, q_desc, flat = descriptors(codes, keys, block, exact)
     prefill_sm90_kernel[(chunks * triton.cdiv(rows, block),)](
         k_desc, q_desc, flat, gate, key_scales, start, end, out, rows, count, out.stride(0), chunks,
         SM90.prefill_tiles, HEADS=heads, ROWS=block, SLOTS=SM90.prefill_slots[exact], EXACT=exact, num_warps=4,

@@ -54,8 +54,10 @@ def paged_logits(
 
     A page id outside the pool gives NaN for its visible columns and is never followed; ids of pages beyond
     every row's length are not looked at. exact=False lets fp8 products be added up by the instruction's narrow
-    accumulator where a kernel has that (DeepGEMM's accuracy). fill=False leaves columns at or beyond a row's length
-    undefined, for a caller whose top-k takes the lengths. out: fp32 [R, max_length] to write to, rows may be strided.
+    accumulator where a kernel has that (DeepGEMM's accuracy). On Hopper an e2m1 row is held over the scale of its
+    largest block: blocks whose scales are below 2^-28 of that (exact=False: 2^-14) are rounded. fill=False leaves
+    columns at or beyond a row's length undefined, for a caller whose top-k takes the lengths. out: fp32 [R,
+    max_length] to write to, rows may be strided.
 
     Formula: DeepSeek-V3.2-Exp and V4 inference code; DeepGEMM `fp8_paged_mqa_logits`. Raises ValueError for other
     shapes, dtypes, heads that are no multiple of 16, or a query format that no deployment uses with these pages.
@@ -85,7 +87,7 @@ def paged_logits(
     result = _output(out, rows, max_length, pages)
     if not rows or not max_length:
         return result
-    if _hopper(pages):
+    if on_hopper(pages):
         from . import hopper_decode
 
         if hopper_decode.runs(heads, next_n, requests, pages, form):
@@ -151,7 +153,7 @@ def ragged_logits(
     if not rows or not count:
         return result
     if form.name == "e4m3" and key_scales is not None:
-        if _hopper(keys) and _aligned(query.codes, keys):
+        if on_hopper(keys) and aligned(query.codes, keys):
             from . import hopper_prefill
 
             if hopper_prefill.rows_of(heads, exact):
@@ -168,12 +170,12 @@ def ragged_logits(
     return result
 
 
-def _hopper(tensor: Tensor) -> bool:
+def on_hopper(tensor: Tensor) -> bool:
     """Whether the sm_90 kernels can run on a tensor's device."""
     return not INTERPRETED.value and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] == 9
 
 
-def _aligned(*tensors: Tensor) -> bool:
+def aligned(*tensors: Tensor) -> bool:
     """Whether the copy engine can address them."""
     return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 

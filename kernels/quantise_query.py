@@ -34,7 +34,7 @@ from .transforms import (
     rotate_pairs,
     stack,
 )
-from .tuning import plain
+from .tuning import plain, programs
 
 QUERY_STAGES = ("rope", "hadamard")
 """Stages after which `round_bf16` can ask for one rounding to bf16."""
@@ -87,55 +87,58 @@ def quantise_query_kernel(
     GATE_BF16: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """One program makes ROWS rows of q viewed as [T * H, 128]; q and the codes are int32 words."""
-    first = tl.program_id(0) * ROWS
-    row = tl.arange(0, ROWS)
-    pairs = tl.arange(0, 32)[None, :]
-    if HEADS % ROWS == 0:  # all rows are one token's
-        angles = first // HEADS * 32 + tl.arange(0, 32)
-        cos, sin = tl.load(cos_ptr + angles)[None, :], tl.load(sin_ptr + angles)[None, :]
-    else:
-        row = tl.minimum(row, rows - 1 - first)  # past the end the last row once more
-        angles = ((first + row) // HEADS).to(tl.int64)[:, None] * 32 + pairs
-        cos, sin = tl.load(cos_ptr + angles), tl.load(sin_ptr + angles)
-    start = first.to(tl.int64)
-    words = q_ptr + start * 64 + row[:, None] * 64 + pairs
-    still, turning = tl.load(words), tl.load(words + 32)
-    gate = tl.load(gate_ptr + start + row)
-    if GATE_BF16:
-        gate = bf16_code_to_fp32(gate)
-    if not INTERPRETED:
-        # holds nothing up in a single warp, but keeps the compiler from putting a load off until its use
-        tl.debug_barrier()
-    a, b = bf16_word_to_fp32(turning)
-    a, b = rotate_pairs(a, b, cos, sin)
-    if ROUND_ROPE:
-        a, b = bf16_word_to_fp32(tl.trans(bf16_word(a, b)))
-    else:
-        a, b = tl.trans(a), tl.trans(b)
-    c, d = bf16_word_to_fp32(tl.trans(still))
-    x = stack(interleave(c, d), interleave(a, b))
-    if HADAMARD:
-        x = hadamard_128(x)
-        if ROUND_HADAMARD:
-            x = round_to_bf16(x)
-    if FP4_STEP:
-        x = fp4_fake_quantise(x)
+    blocks = tl.cdiv(rows, ROWS)
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
+        first = block * ROWS
+        row = tl.arange(0, ROWS)
+        pairs = tl.arange(0, 32)[None, :]
+        if HEADS % ROWS == 0:  # all rows are one token's
+            angles = first // HEADS * 32 + tl.arange(0, 32)
+            cos, sin = tl.load(cos_ptr + angles)[None, :], tl.load(sin_ptr + angles)[None, :]
+        else:
+            row = tl.minimum(row, rows - 1 - first)  # past the end the last row once more
+            angles = ((first + row) // HEADS).to(tl.int64)[:, None] * 32 + pairs
+            cos, sin = tl.load(cos_ptr + angles), tl.load(sin_ptr + angles)
+        start = first.to(tl.int64)
+        words = q_ptr + start * 64 + row[:, None] * 64 + pairs
+        still, turning = tl.load(words), tl.load(words + 32)
+        gate = tl.load(gate_ptr + start + row)
+        if GATE_BF16:
+            gate = bf16_code_to_fp32(gate)
+        if not INTERPRETED and STAGES == 1:
+            # holds nothing up in a single warp, but keeps the compiler from putting a load off until its use
+            tl.debug_barrier()
+        a, b = bf16_word_to_fp32(turning)
+        a, b = rotate_pairs(a, b, cos, sin)
+        if ROUND_ROPE:
+            a, b = bf16_word_to_fp32(tl.trans(bf16_word(a, b)))
+        else:
+            a, b = tl.trans(a), tl.trans(b)
+        c, d = bf16_word_to_fp32(tl.trans(still))
+        x = stack(interleave(c, d), interleave(a, b))
+        if HADAMARD:
+            x = hadamard_128(x)
+            if ROUND_HADAMARD:
+                x = round_to_bf16(x)
+        if FP4_STEP:
+            x = fp4_fake_quantise(x)
 
-    gate = gate * gate_scale
-    if FMT == "bf16":
-        codes = bf16_words(x)
-    elif FMT == "e4m3":
-        codes, scale = quantise_e4m3(x, amax_floor, POWER_OF_TWO)
-        tl.store(scales_ptr + start + row, scale)
-        gate = gate * scale
-    else:
-        codes, scale_bytes = quantise_e2m1(x, amax_floor, TIES_DOWN)
-        tl.store(scales_ptr + start + row, scale_bytes)
-    WIDTH: tl.constexpr = codes.shape[0]
-    tl.store(codes_ptr + start * WIDTH + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], tl.trans(codes))
-    tl.store(gate_out_ptr + start + row, gate)
+        gate = gate * gate_scale
+        if FMT == "bf16":
+            codes = bf16_words(x)
+        elif FMT == "e4m3":
+            codes, scale = quantise_e4m3(x, amax_floor, POWER_OF_TWO)
+            tl.store(scales_ptr + start + row, scale)
+            gate = gate * scale
+        else:
+            codes, scale_bytes = quantise_e2m1(x, amax_floor, TIES_DOWN)
+            tl.store(scales_ptr + start + row, scale_bytes)
+        WIDTH: tl.constexpr = codes.shape[0]
+        tl.store(codes_ptr + start * WIDTH + row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], tl.trans(codes))
+        tl.store(gate_out_ptr + start + row, gate)
 
 
 def quantise_query(
@@ -186,7 +189,8 @@ def quantise_query(
     rows = tokens * heads
     if rows:
         gate_bf16 = gate.dtype == torch.bfloat16
-        quantise_query_kernel[(triton.cdiv(rows, ROWS),)](
+        choice = plain(q.device)
+        quantise_query_kernel[(programs(q.device, choice.query_programs, triton.cdiv(rows, ROWS)),)](
             (q if q.data_ptr() % 16 == 0 else q.clone()).view(torch.int32),
             gate.view(torch.int16) if gate_bf16 else gate,
             cos,
@@ -207,7 +211,8 @@ def quantise_query(
             GATE_BF16=gate_bf16,
             HEADS=heads,
             ROWS=ROWS,
-            num_warps=plain(q.device).query_warps,
+            STAGES=choice.query_stages[form.name],
+            num_warps=choice.query_warps,
             enable_fp_fusion=False,
         )
     return QuantisedQuery(codes=codes, scales=scales, gate=gate_out)

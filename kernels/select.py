@@ -9,6 +9,9 @@ segment of a chunk writes the answer. Segments that no row of the chunk sees are
 Each score is one (query row, key) product, whatever the tile it is computed in, and the best k of a row under a total
 order are one set: so neither chunk nor segment shows in the result.
 
+On Hopper, e4m3 keys and rows enough for all multiprocessors take one launch instead, see `hopper_select`; the result is
+the same.
+
 Memory beyond the result: the workspace (32 MiB) and the lists, 8 * (k + 1024) bytes a row of the chunk and at most
 `topk.LISTS_BYTES` (25 MiB; above k = 2048 a chunk has fewer rows for it).
 
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .layout import ENTRIES_PER_PAGE
-from .logits import paged_logits, ragged_logits
+from .logits import aligned, on_hopper, paged_logits, ragged_logits
 from .quantise_query import QuantisedQuery
 from .topk import Lists, longest_launch, stream, topk
 
@@ -39,16 +42,16 @@ def select(
     *,
     fmt: str,
     exact: bool = True,
-    _rows: int = ROWS,
-    _segment: int = SEGMENT,
+    _rows: int | None = None,
+    _segment: int | None = None,
 ) -> Tensor:
     """Prefill selection, int32 [M, k]: exactly `topk(ragged_logits(...), end - start, k, start)`.
 
     query, keys, key_scales, start, end, fmt, exact: as `ragged_logits` takes them. A row's result is the columns
     (numbered over all keys) of its k best scores in ascending order, then -1; ties, NaN and zeros as in `topk`.
 
-    Peak memory beyond the result: below 58 MiB. Waits for the device once, to learn which entries each chunk
-    sees. Raises ValueError as `ragged_logits` and `topk` do.
+    Peak memory beyond the result: below 58 MiB. Except in one launch, waits for the device once, to learn which entries
+    each chunk sees. Raises ValueError as `ragged_logits` and `topk` do.
     """
     _check_k(k)
     ragged_logits(query, keys[:0], None if key_scales is None else key_scales[:0], start, end, fmt=fmt, exact=exact)
@@ -58,6 +61,21 @@ def select(
     out = torch.empty(rows, k, dtype=torch.int32, device=keys.device)
     if not rows or not count:
         return out.fill_(-1)
+    if fmt == "e4m3" and key_scales is not None and _rows is None and on_hopper(keys) and aligned(query.codes, keys):
+        from . import hopper_select
+
+        if hopper_select.runs(rows, query.codes.shape[1], k, keys.device):
+            hopper_select.select_sm90(query.codes, query.gate, keys, key_scales, start, end, k, out, exact)
+            return out
+    return _in_segments(query, keys, key_scales, start, end, k, fmt, exact, out, _rows or ROWS, _segment or SEGMENT)
+
+
+def _in_segments(
+    query: QuantisedQuery, keys: Tensor, key_scales: Tensor | None, start: Tensor, end: Tensor, k: int, fmt: str,
+    exact: bool, out: Tensor, rows_at_once: int, segment: int,
+) -> Tensor:  # fmt: skip
+    """`select` of checked arguments, a chunk of rows and a segment of entries at a time."""
+    rows, count = len(start), len(keys)
 
     def scores(part: slice, entries: slice, begin: Tensor, stop: Tensor) -> Tensor:
         scales = None if key_scales is None else key_scales[entries]
@@ -66,23 +84,23 @@ def select(
         )
 
     begin, stop = start.clamp(0, count), end.clamp(0, count)
-    if count <= _segment:
+    if count <= segment:
         whole = slice(0, count)
-        for part in _parts(rows, max(1, _rows * _segment // count)):
+        for part in _parts(rows, max(1, rows_at_once * segment // count)):
             topk(scores(part, whole, start[part], end[part]), (stop - begin)[part], k, begin[part], out=out[part])
         return out
 
-    height = min(_rows, longest_launch(k))
+    height = min(rows_at_once, longest_launch(k))
     lists = Lists.empty(min(rows, height), k, keys.device)
     for part, (low, high) in zip(_parts(rows, height), _spans(begin, stop, count, height), strict=True):
         low = low // ENTRIES_PER_PAGE * ENTRIES_PER_PAGE  # whole tiles, and pointers as aligned as those of all keys
-        firsts = range(low, high, _segment)
+        firsts = range(low, high, segment)
         if not firsts:
             out[part] = -1
             continue
-        begins, stops, lengths = _within(begin[part], stop[part], low, len(firsts), _segment)
+        begins, stops, lengths = _within(begin[part], stop[part], low, len(firsts), segment)
         for step, first in enumerate(firsts):
-            last = min(first + _segment, -(-high // ENTRIES_PER_PAGE) * ENTRIES_PER_PAGE, count)
+            last = min(first + segment, -(-high // ENTRIES_PER_PAGE) * ENTRIES_PER_PAGE, count)
             stream(
                 scores(part, slice(first, last), begins[step], stops[step]), begins[step], lengths[step], k, lists,
                 out[part], programs=len(out[part]), offset=first, first=step == 0, last=step == len(firsts) - 1,

@@ -9,8 +9,7 @@ shrinks once per tile. The k-th key is found by halving an interval of keys, a c
 registers (above LIST keys, partly); the places of what stays are prefix sums. So equal scores are settled by the lower
 index, nothing depends on timing, and clustered scores cost no more than spread ones.
 
-With few long rows, several programs take a part of a row each and a second kernel runs over their lists as one would
-over the row. `select` keeps the lists from one launch to the next.
+`select` keeps the lists from one launch to the next. Few rows are shared by many programs instead, see `tournament`.
 
 Letters: M rows, E columns.
 """
@@ -20,7 +19,6 @@ Letters: M rows, E columns.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isqrt
 
 import torch
 import triton
@@ -28,6 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .checks import check_devices, check_tensor
+from .order import LOWEST, NAN, order_keys
+from .tournament import most_rows, tournament, width_for
 from .tuning import plain
 
 COLUMNS = 1024
@@ -37,20 +37,6 @@ LIST = 2048
 """Keys of a list that stay in registers while its k-th is looked for; the others are read again."""
 LISTS_BYTES = 25 << 20
 """Bound of the lists of one launch."""
-PART = 4096
-"""Fewest columns worth a program of their own where a row is shared."""
-
-_LOWEST = tl.constexpr(-0x8000_0000)
-_NAN = tl.constexpr(-0x7FFF_FFFF)
-
-
-@triton.jit
-def _order(x):
-    """int32 keys in the order of the scores; NaN lies below -inf, and _LOWEST below every key."""
-    bits = x.to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFF_FFFF, bits)
-    key = tl.where(x == 0.0, 0, key)
-    return tl.where(x == x, key, _NAN)
 
 
 @triton.jit
@@ -59,7 +45,7 @@ def _at_least(key, keys_ptr, count, bound, LIST: tl.constexpr):
     number = tl.sum((key >= bound).to(tl.int32), axis=0)
     for first in range(LIST, count, LIST):
         place = first + tl.arange(0, LIST)
-        more = tl.load(keys_ptr + place, mask=place < count, other=_LOWEST)
+        more = tl.load(keys_ptr + place, mask=place < count, other=LOWEST)
         number += tl.sum((more >= bound).to(tl.int32), axis=0)
     return number
 
@@ -72,9 +58,9 @@ def _keep_best(keys_ptr, columns_ptr, count, limit, k, COLUMNS: tl.constexpr, LI
     tl.static_assert(COLUMNS < LIST)  # so what a full list has beyond LIST is shorter than k
     tl.debug_barrier()  # other threads stored the list
     index = tl.arange(0, LIST)
-    held = tl.load(keys_ptr + index, mask=index < count, other=_LOWEST)
+    held = tl.load(keys_ptr + index, mask=index < count, other=LOWEST)
     high = tl.max(held, axis=0)
-    low = tl.maximum(limit, _NAN)
+    low = tl.maximum(limit, NAN)
     # k keys or more are >= low and fewer than k are > high; in the end low is the k-th key or parts k from the others
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # mean rounded up, without overflow
@@ -86,7 +72,7 @@ def _keep_best(keys_ptr, columns_ptr, count, limit, k, COLUMNS: tl.constexpr, LI
     equal_before = count * 0
     for first in range(0, count, COLUMNS):
         place = first + tl.arange(0, COLUMNS)
-        key = tl.load(keys_ptr + place, mask=place < count, other=_LOWEST)
+        key = tl.load(keys_ptr + place, mask=place < count, other=LOWEST)
         column = tl.load(columns_ptr + place, mask=place < count, other=0)
         both = (key > low).to(tl.int32) + ((key == low).to(tl.int32) << 16)  # two counts in one sum; COLUMNS < 2^15
         sums = tl.cumsum(both, axis=0)
@@ -104,7 +90,7 @@ def _keep_best(keys_ptr, columns_ptr, count, limit, k, COLUMNS: tl.constexpr, LI
 
 @triton.jit
 def _append(key, column, keys_ptr, columns_ptr, count, limit, k, COLUMNS: tl.constexpr, LIST: tl.constexpr):
-    """Append a tile's keys above the limit (a key that does not exist is _LOWEST) to a list with room for k + COLUMNS;
+    """Append a tile's keys above the limit (a key that does not exist is LOWEST) to a list with room for k + COLUMNS;
     returns its new count and limit.
     """
     fresh = tl.sum((key > limit).to(tl.int32), axis=0)
@@ -132,7 +118,7 @@ def _finish(out_ptr, columns_ptr, count, k, COLUMNS: tl.constexpr):
     tl.debug_barrier()  # the list may be used for another row now
 
 
-@triton.jit(do_not_specialize=["jobs", "parts", "offset"])
+@triton.jit(do_not_specialize=["rows", "offset"])
 def stream_kernel(
     scores_ptr,
     starts_ptr,
@@ -144,38 +130,33 @@ def stream_kernel(
     out_ptr,
     row_stride,
     columns,
-    jobs,
-    parts,
+    rows,
     offset,
     k,
     HAS_STARTS: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    SHRINK: tl.constexpr,
     COLUMNS: tl.constexpr,
     LIST: tl.constexpr,
 ):
-    """One program runs over a part of a row, or of several rows one after the other.
+    """One program runs over a row, or over several rows one after the other.
 
-    FIRST: its list is empty, else as the last launch left it. SHRINK: to k in the end. LAST: the list is the answer,
-    else it stays for the next launch, and there is one program a job. Column c is stored as offset + c.
+    FIRST: its list is empty, else as the last launch left it. LAST: the list, shrunk to k, is the answer, else it stays
+    for the next launch, and there is one program a row. Column c is stored as offset + c.
     """
     keys_ptr += tl.program_id(0).to(tl.int64) * (k + COLUMNS)
     columns_ptr += tl.program_id(0).to(tl.int64) * (k + COLUMNS)
-    for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
-        row = (job // parts).to(tl.int64)
+    for job in range(tl.program_id(0), rows, tl.num_programs(0)):
+        row = tl.full((), 0, tl.int64) + job
         start = 0
         if HAS_STARTS:
             start = tl.load(starts_ptr + row)
         stop = tl.minimum(start + tl.load(lengths_ptr + row), columns)
         start = tl.maximum(start, 0)
-        base = start // COLUMNS * COLUMNS
-        step = tl.cdiv(tl.cdiv(tl.maximum(stop - base, 0), parts), COLUMNS) * COLUMNS
-        begin = base + job % parts * step
-        stop = tl.minimum(stop, begin + step)
+        begin = start // COLUMNS * COLUMNS
 
         count = start * 0
-        limit = count + _LOWEST
+        limit = count + LOWEST
         if not FIRST:
             count = tl.load(counts_ptr + job)
             limit = tl.load(limits_ptr + job)
@@ -188,50 +169,16 @@ def stream_kernel(
             x = following
             ahead = first + COLUMNS
             following = tl.load(row_ptr + ahead + tile, mask=(ahead + tile < columns) & (ahead < stop), other=0.0)
-            key = tl.where((column >= start) & (column < stop), _order(x), _LOWEST)
+            key = tl.where((column >= start) & (column < stop), order_keys(x), LOWEST)
             count, limit = _append(key, offset + column, keys_ptr, columns_ptr, count, limit, k, COLUMNS, LIST)
-        if SHRINK:  # noqa: SIM102 (known when compiled, unlike the count)
+        if LAST:
             if count > k:
                 limit = _keep_best(keys_ptr, columns_ptr, count, limit, k, COLUMNS, LIST)
                 count = tl.minimum(count, k)
-        if LAST:
             _finish(out_ptr + row * k, columns_ptr, count, k, COLUMNS)
         else:
             tl.store(counts_ptr + job, count)
             tl.store(limits_ptr + job, limit)
-
-
-@triton.jit(do_not_specialize=["parts"])
-def combine_kernel(
-    keys_ptr,
-    columns_ptr,
-    counts_ptr,
-    into_keys_ptr,
-    into_columns_ptr,
-    out_ptr,
-    parts,
-    k,
-    COLUMNS: tl.constexpr,
-    LIST: tl.constexpr,
-):
-    """One program selects from the lists of a row's parts."""
-    row = tl.program_id(0).to(tl.int64)
-    into_keys_ptr += row * (k + COLUMNS)
-    into_columns_ptr += row * (k + COLUMNS)
-    count = parts * 0
-    limit = count + _LOWEST
-    for part in range(parts):
-        job = row * parts + part
-        held = tl.load(counts_ptr + job)
-        for first in range(0, held, COLUMNS):
-            place = first + tl.arange(0, COLUMNS)
-            key = tl.load(keys_ptr + job * (k + COLUMNS) + place, mask=place < held, other=_LOWEST)
-            column = tl.load(columns_ptr + job * (k + COLUMNS) + place, mask=place < held, other=0)
-            count, limit = _append(key, column, into_keys_ptr, into_columns_ptr, count, limit, k, COLUMNS, LIST)
-    if count > k:
-        limit = _keep_best(into_keys_ptr, into_columns_ptr, count, limit, k, COLUMNS, LIST)
-        count = tl.minimum(count, k)
-    _finish(out_ptr + row * k, into_columns_ptr, count, k, COLUMNS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,21 +214,20 @@ def stream(
     out: Tensor,
     *,
     programs: int,
-    parts: int = 1,
     offset: int = 0,
     first: bool = True,
     last: bool = True,
 ) -> None:
     """Launch `stream_kernel` on checked arguments: `scores` and its ranges as `topk` takes them, `out` int32 [M, k]."""
-    assert last or programs == len(scores) * parts, "lists that stay belong to one job each"
+    assert last or programs == len(scores), "lists that stay belong to one row each"
     assert len(lists.keys) >= programs
     tile = lists.keys.shape[1] - k
-    shrink, choice = last or parts > 1, plain(scores.device)
+    choice = plain(scores.device)
     stream_kernel[(programs,)](
         scores, lengths if starts is None else starts, lengths, lists.keys, lists.columns, lists.counts, lists.limits,
-        out, scores.stride(0), scores.shape[1], len(scores) * parts, parts, offset, k, HAS_STARTS=starts is not None,
-        FIRST=first, LAST=last, SHRINK=shrink, COLUMNS=tile, LIST=LIST,
-        num_warps=choice.topk_warps, maxnreg=choice.topk_registers[shrink],
+        out, scores.stride(0), scores.shape[1], len(scores), offset, k, HAS_STARTS=starts is not None,
+        FIRST=first, LAST=last, COLUMNS=tile, LIST=LIST,
+        num_warps=choice.topk_warps, maxnreg=choice.topk_registers[last],
     )  # fmt: skip
 
 
@@ -293,14 +239,6 @@ def _programs(k: int, device: torch.device) -> int:
     return min(at_once, longest_launch(k))
 
 
-def _parts(rows: int, columns: int, k: int, programs: int) -> int:
-    """Programs that share a row: what the device has room for, as long as reading their lists takes less than a part,
-    and 1 where a second launch would cost more than it saves.
-    """
-    parts = min(programs // rows, isqrt(columns // k), columns // PART)
-    return parts if parts >= 4 else 1
-
-
 def topk(
     logits: Tensor,
     lengths: Tensor,
@@ -309,7 +247,7 @@ def topk(
     *,
     out: Tensor | None = None,
     _tile: int = COLUMNS,
-    _parts_per_row: int | None = None,
+    _width: int | None = None,
 ) -> Tensor:
     """Columns of the k best scores of each row, int32 [M, k], in ascending order; places beyond min(k,
     length) are -1.
@@ -338,17 +276,17 @@ def topk(
     if not rows:
         return out
     programs = _programs(k, logits.device)
-    parts = _parts(rows, columns, k, programs) if _parts_per_row is None else _parts_per_row
-    programs = min(programs, rows) if parts == 1 else rows * parts
+    width = width_for(columns, logits.device) if _width is None else _width
+    height = most_rows(columns, k, width)
+    few = min(programs, programs if columns <= width else plain(logits.device).tournament_rows)
+    if height and (rows < few if _width is None else _width > 0):
+        for first in range(0, rows, height):
+            part = slice(first, first + height)
+            tournament(logits[part], None if starts is None else starts[part], lengths[part], k, out[part], width)
+        return out
+    programs = min(programs, rows)
     lists = Lists.empty(programs, k, logits.device, _tile)
-    stream(logits, starts, lengths, k, lists, out, programs=programs, parts=parts, last=parts == 1)
-    if parts > 1:
-        choice = plain(logits.device)
-        into = Lists.empty(rows, k, logits.device, _tile)
-        combine_kernel[(rows,)](
-            lists.keys, lists.columns, lists.counts, into.keys, into.columns, out, parts, k, COLUMNS=_tile,
-            LIST=LIST, num_warps=choice.topk_warps, maxnreg=choice.combine_registers,
-        )  # fmt: skip
+    stream(logits, starts, lengths, k, lists, out, programs=programs)
     return out
 
 

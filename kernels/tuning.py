@@ -23,14 +23,24 @@ class Plain:
     """Tiles of 64 keys that one program walks over."""
     query_warps: int = 1
     """Warps that quantise 32 rows; more than one has to exchange them."""
+    query_stages: dict[str, int] = field(default_factory=lambda: {"e4m3": 2, "bf16": 2, "e2m1": 2})
+    """Blocks of rows of one program that are loaded or computed at a time, by query format."""
+    query_programs: int = 12
+    """Programs on one multiprocessor."""
     key_warps: int = 2
     """Warps that pool and store one entry."""
     topk_warps: int = 8
     topk_registers: tuple[int, int] = (128, 128)
     """Registers of a thread that appends to a list, and of one that also shrinks it: few that do not spill."""
-    combine_registers: int = 128
     topk_programs: int = 3
-    """Programs on one multiprocessor where a row is shared."""
+    """Programs on one multiprocessor; rows that would leave some without work may be shared in a tournament."""
+    tournament_width: int = 4096
+    """Scores that one program holds, and the most lists' worth that it merges."""
+    tournament_scores: int = 512
+    """Scores of one warp."""
+    tournament_registers: int = 80
+    tournament_rows: int = 96
+    """Most rows of a tournament of several rounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +53,27 @@ class Hopper:
     """Key tiles in flight, and of one loop iteration, by exact."""
     prefill_tiles: int = 1024
     """Tiles of 64 keys that one program walks over."""
-    decode_slots: dict[str, int] = field(default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 4})
+    select_columns: int = 128
+    """Rows x heads of one program: its accumulator lives in registers, and several programs on a multiprocessor."""
+    select_programs: dict[bool, int] = field(default_factory=lambda: {False: 4, True: 3})
+    """Programs on one multiprocessor, by exact."""
+    select_registers: dict[bool, int] = field(default_factory=lambda: {False: 128, True: 168})
+    select_segment: int = 4096
+    """Keys that a program scores before it looks at the scores; a multiple of 512."""
+    decode_slots: dict[str, int] = field(
+        default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 2, "e2m1 exact": 2}
+    )
     """Pages in flight of one program."""
-    decode_programs: dict[str, int] = field(default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 4})
+    decode_sums: dict[str, bool] = field(
+        default_factory=lambda: {"e4m3": False, "e4m3 exact": False, "bf16": False, "e2m1": True, "e2m1 exact": True}
+    )
+    """Whether relu is a sum, see `hopper.score_of`: where the integer pipe is the busiest."""
+    decode_programs: dict[str, int] = field(
+        default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 5, "e2m1 exact": 5}
+    )
     """Programs on one multiprocessor."""
     decode_registers: dict[str, int | None] = field(
-        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 128}
+        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 96, "e2m1 exact": 96}
     )
     """Limit of registers a thread, so that the programs above fit."""
     decode_columns: int = 128
@@ -59,11 +84,18 @@ class Hopper:
 
 SM90 = Hopper()
 PLAIN = {
-    9: Plain(prefill_warps=4, topk_registers=(64, 80)),
+    9: Plain(prefill_warps=4, topk_registers=(64, 80), query_stages={"e4m3": 3, "bf16": 3, "e2m1": 2}),
     10: Plain(),  # by reasoning: as sm_90 where nothing spills
     12: Plain(prefill_warps=4),  # by reasoning: no warpgroup instructions, a quarter of the tile per warp
 }
 """By major compute capability; others take 10's."""
+
+
+def programs(device: torch.device, each: int, blocks: int) -> int:
+    """Programs to launch for so many blocks of work: `each` on every multiprocessor; interpreted, one a block."""
+    if device.type != "cuda":
+        return blocks
+    return min(blocks, each * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def plain(device: torch.device) -> Plain:

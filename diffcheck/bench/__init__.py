@@ -1,7 +1,9 @@
 """`diffcheck bench`: accuracy first, then speed, of every kernel on the same bytes.
 
 One line a case. The error is taken against fp64 or the emulation on a sample; a result whose error is not below its
-limit is wrong, and no speed is printed for it. `shapes` says what is timed, `timing` how, `logits` and `writers` what
+limit is wrong, and no speed is printed for it.
+Kernels that only move and convert are also held against a device copy that reads and writes as many bytes: a small
+problem pays for its launch whoever solves it. `shapes` says what is timed, `timing` how, `logits` and `writers` what
 the problems are and who can solve them. The ceilings (a device copy, an fp8 matrix product) are of the same run.
 """
 
@@ -18,7 +20,7 @@ from ..errors import EnvironmentMissing, InputError
 from . import logits, writers
 from .reading import read_pages
 from .shapes import DEFAULT_SHAPES, TOKENS, Shape
-from .timing import ceilings, milliseconds
+from .timing import ceilings, copy_milliseconds, milliseconds
 
 __all__ = ["DEFAULT_SHAPES", "FORMATS", "Shape", "bench", "measure", "render"]
 
@@ -52,9 +54,10 @@ def bench(names: list[str] | None, shapes: list[str], formats: list[str]) -> Ite
                 sets.append(make(shape, fmt, seed=1))
             if isinstance(sets[0], logits.Problem) and sets[0].pages is not None:
                 yield read(sets)
+            like = copy_milliseconds(sets[0].bytes) if shape.kind in TOKENS else None
             for name, run in available[shape.kind].items():
                 if names is None or name in names:
-                    yield measure(name, run, sets, top)
+                    yield measure(name, run, sets, top, like)
             del sets
             torch.cuda.empty_cache()
 
@@ -78,8 +81,10 @@ def read(sets: list[Any]) -> dict[str, Any]:
     return {"shape": str(sets[0].shape), "format": sets[0].fmt, "read_ms": median, "spread_ms": spread}
 
 
-def measure(name: str, prepare: Runner, sets: list[Any], top: dict[str, float]) -> dict[str, Any]:
-    """The record of one case: error, then times if it is right."""
+def measure(
+    name: str, prepare: Runner, sets: list[Any], top: dict[str, float], like: float | None = None
+) -> dict[str, Any]:
+    """The record of one case: error, then times if it is right. like: ms of a device copy of as many bytes."""
     problem = sets[0]
     record: dict[str, Any] = {
         "shape": str(problem.shape),
@@ -105,6 +110,8 @@ def measure(name: str, prepare: Runner, sets: list[Any], top: dict[str, float]) 
     median, spread = milliseconds(calls)
     rate = problem.bytes / median / 1e9
     record |= {"ms": median, "spread_ms": spread, "tb_s": rate, "of_copy": rate / top["copy_tb_s"]}
+    if like is not None:
+        record["of_like_copy"] = like / median
     if problem.operations:
         tera = problem.operations / median / 1e9
         record |= {"tflop_s": tera, "of_fp8": tera / top["fp8_tflop_s"]}
@@ -133,6 +140,8 @@ def render(console: Console, record: dict[str, Any]) -> None:
                 f"{record['measure']:9s} {record['error']:7.1e} {record['ms']:9.4f} ms +-{record['spread_ms']:.4f} "
                 f"{record['tb_s']:6.2f} TB/s ({record['of_copy']:4.0%}) "
             )
+            if "of_like_copy" in record:
+                text += f"{record['of_like_copy']:4.0%} of the speed of a copy of as many bytes, "
             if "tflop_s" in record:
                 text += f"{record['tflop_s']:6.0f} TFLOP/s ({record['of_fp8']:4.0%}) "
             text += f"peak {record['peak_mib']:.0f} MiB"

@@ -155,12 +155,16 @@ def runners(kind: str) -> dict[str, Run]:
     return found
 
 
+def _refuse_if_always_exact(p: Problem, exact: bool) -> None:
+    if not exact and (p.fmt == "bf16" or (p.fmt == "e2m1" and p.pages is None)):
+        raise ValueError("products of these keys are always added up in fp32")
+
+
 def _triton(exact: bool) -> Run:
     def prepare(p: Problem) -> Callable[[], Tensor]:
         from .. import kernels
 
-        if not exact and p.fmt != "e4m3":
-            raise ValueError("products of these keys are always added up in fp32")
+        _refuse_if_always_exact(p, exact)
         if p.pages is None or p.block_table is None:
             start = torch.zeros_like(p.visible)
             return lambda: kernels.ragged_logits(
@@ -198,8 +202,7 @@ def _triton_select(exact: bool) -> Run:
     def prepare(p: Problem) -> Callable[[], Tensor]:
         from .. import kernels
 
-        if not exact and p.fmt != "e4m3":
-            raise ValueError("products of these keys are always added up in fp32")
+        _refuse_if_always_exact(p, exact)
         if p.pages is None or p.block_table is None:
             start = torch.zeros_like(p.visible)
             return lambda: kernels.select(p.query, p.keys, p.key_scales, start, p.visible, TOPK, fmt=p.fmt, exact=exact)

@@ -38,6 +38,6 @@ def read_pages(pages: Tensor, block_table: Tensor) -> Tensor:
     """
     out = torch.empty(block_table.numel(), WORDS, dtype=torch.int32, device=pages.device)
     read_pages_kernel[(block_table.numel(),)](
-        pages.view(torch.int32), block_table, out, PARTS=pages.shape[1] // (4 * WORDS), WORDS=WORDS, num_warps=4
+        pages.view(torch.int32), block_table, out, PARTS=pages.shape[1] // (4 * WORDS), WORDS=WORDS, num_warps=1
     )
     return out

@@ -35,21 +35,27 @@ def milliseconds(calls: Sequence[Callable[[], object]], repeats: int = REPEATS) 
     return statistics.median(times), quarter[2] - quarter[0]
 
 
+def copy_milliseconds(traffic: int) -> float:
+    """ms of a device copy that reads and writes `traffic` bytes in all."""
+    source = torch.empty(traffic // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return milliseconds([lambda: target.copy_(source)])[0]
+
+
 def ceilings() -> dict[str, float]:
     """Copy bandwidth in TB/s (bytes read plus written) and the fp8 matrix product in TFLOP/s, of this GPU now.
 
     empty_ms is what a kernel that does nothing takes by the same measure: no time below it can be reached.
     """
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copy, _ = milliseconds([lambda: target.copy_(source)])
+    copied = 2 << 30
+    copy = copy_milliseconds(copied)
     size = 8192
     a, b = (torch.randn(size, size, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device="cuda")
     product, _ = milliseconds([lambda: torch._scaled_mm(a, b.T, one, one, out_dtype=torch.bfloat16)])
     empty, _ = milliseconds([lambda: one.zero_()])
     return {
-        "copy_tb_s": 2 * source.numel() / copy / 1e9,
+        "copy_tb_s": copied / copy / 1e9,
         "fp8_tflop_s": 2 * size**3 / product / 1e9,
         "empty_ms": empty,
     }

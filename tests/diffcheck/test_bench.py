@@ -1,6 +1,7 @@
 """The benchmark's bookkeeping, and on a GPU that a wrong kernel gets no speed."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,6 +39,9 @@ def test_no_gpu_is_said_before_anything_is_made(monkeypatch):
         next(bench.bench(None, ["decode:1x64"], ["e9m9"]))
 
 
+TOP = {"copy_tb_s": 4.0, "fp8_tflop_s": 1000.0}
+
+
 def rendered(record):
     out = io.StringIO()
     bench.render(Console(file=out, width=200), record)
@@ -61,6 +65,23 @@ def test_a_wrong_result_prints_no_speed():
     assert "ms" not in line
 
 
+def test_a_writer_is_held_against_a_copy_of_as_many_bytes(monkeypatch):
+    problem = SimpleNamespace(
+        shape="queries:8", fmt="e4m3", bytes_per_entry=132, measure="different", limit=1e-3, bytes=1e9, operations=0,
+        error=lambda result: 0.0,
+    )  # fmt: skip
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(bench, "milliseconds", lambda calls: (0.5, 0.0))
+    record = bench.measure("triton", lambda p: lambda: None, [problem], TOP, like=0.4)
+    assert record["of_like_copy"] == 0.8
+    assert record["of_copy"] == 0.5
+    assert "80% of the speed of a copy of as many bytes" in rendered(record)
+    assert "of_like_copy" not in bench.measure("triton", lambda p: lambda: None, [problem], TOP)
+
+
 @pytest.mark.parametrize("fmt", bench.FORMATS)
 def test_pages_are_read_whole(fmt):
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,7 +91,6 @@ def test_pages_are_read_whole(fmt):
     assert torch.equal(read_pages(pages, table), want.to(torch.int32))  # wraps around as int32 does
 
 
-TOP = {"copy_tb_s": 4.0, "fp8_tflop_s": 1000.0}
 BREAK = {
     "calc_diff": lambda scores: scores.roll(1, 1).nan_to_num(neginf=0),
     "missed": lambda places: places.roll(1, 0),

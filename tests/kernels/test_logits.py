@@ -211,6 +211,78 @@ def test_a_poisoned_key_shows_and_only_there(fmt, device):
     assert got.isnan().nonzero().tolist() == [[0, 66]]
 
 
+def e2m1_pages(codes, scales, device):
+    """Keys of one request in pages, their block table and number."""
+    count = len(codes)
+    pages = allocate_pages("e2m1", -(-count // 64), device)
+    write_entries(pages, "e2m1", torch.arange(count, device=device), codes.to(device), scales.to(device))
+    return pages, torch.arange(len(pages), dtype=torch.int32, device=device)[None]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("side", ["keys", "queries"])
+def test_e2m1_blocks_far_below_the_largest(side, exact, device):
+    """A block 2^-d of its row's largest, alone in the sum since the largest meets zeros: every d that fits is exact."""
+    most = 28 if exact else 14
+    below = torch.arange(most + 1, dtype=torch.uint8)
+    codes, scales = random_codes("e2m1", most + 1)
+    scales[:] = 127 - below[:, None]
+    scales[:, 0] = 127
+    other, other_scales = random_codes("e2m1", most + 1, 16)
+    other[..., :16] = 0
+    other_scales[:] = 127
+    q = (other, other_scales) if side == "keys" else (codes[:, None].expand_as(other).contiguous(),
+                                                      scales[:, None].expand_as(other_scales).contiguous())  # fmt: skip
+    k = (codes, scales) if side == "keys" else (other[:, 0].contiguous(), other_scales[:, 0].contiguous())
+    query = QuantisedQuery(q[0].to(device), q[1].to(device), torch.rand(most + 1, 16).to(device) + 0.5)
+    pages, table = e2m1_pages(*k, device)
+    lengths = torch.full((most + 1,), most + 1, dtype=torch.int32, device=device)
+    table = table.expand(most + 1, -1).contiguous()
+    got = paged_logits(query, pages, table, lengths, fmt="e2m1", max_length=most + 1, exact=exact)
+    for row in range(most + 1):
+        want, _ = exact_scores(query, row, *(t.to(device) for t in k), "e2m1")
+        torch.testing.assert_close(got[row].double(), want, rtol=1e-5 if exact else 1e-3, atol=0)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_e2m1_scales_are_powers_of_two_of_any_size(exact, device):
+    """Scales 2^60 larger or smaller move scores by just that; blocks of zeros with the floor's scale change nothing."""
+    codes, scales = random_codes("e2m1", 70)
+    codes[:, 48:] = 0
+    scales[:, 3] = 1
+    query = random_query("e2m1", 1, 64, device)
+    length = torch.tensor([70], dtype=torch.int32, device=device)
+
+    def run(scales, q_scales):
+        pages, table = e2m1_pages(codes, scales, device)
+        q = QuantisedQuery(query.codes, q_scales, query.gate)
+        return paged_logits(q, pages, table, length, fmt="e2m1", max_length=70, exact=exact)
+
+    base = run(scales, query.scales)
+    want, magnitude = exact_scores(query, 0, codes.to(device), scales.to(device), "e2m1")
+    assert (base[0].double() - want).abs().max() < ELEMENT * magnitude
+    for shift in (-60, 60):
+        moved = scales.int() + shift
+        moved[:, 3] = 1
+        assert torch.equal(run(moved.to(torch.uint8), query.scales), base * 2.0**shift)
+        assert torch.equal(run(scales, (query.scales.int() + shift).to(torch.uint8)), base * 2.0**shift)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_one_bad_e2m1_scale_poisons_its_row(exact, device):
+    codes, scales = random_codes("e2m1", 70)
+    for block in range(4):
+        scales[[3, 30, 62, 66][block], block] = 255
+    pages, table = e2m1_pages(codes, scales, device)
+    length = torch.tensor([70], dtype=torch.int32, device=device)
+    query = random_query("e2m1", 1, 64, device)
+    got = paged_logits(query, pages, table, length, fmt="e2m1", max_length=70, exact=exact)
+    assert got.isnan().nonzero()[:, 1].tolist() == [3, 30, 62, 66]
+    query.scales[0, 5, 2] = 255
+    got = paged_logits(query, pages, table, length, fmt="e2m1", max_length=70, exact=exact)
+    assert got.isnan().all()
+
+
 def test_an_unknown_page_is_nan_and_not_followed(device):
     pool = Pool("e4m3", [130], device)
     query = random_query("e4m3", 1, 16, device)

@@ -31,11 +31,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MODULE = sys.modules["diffcheck.kernels.select"]  # the package's attribute of that name is the function
 
 
-def keys_scoring(scores, gates):
+def keys_scoring(scores, gates, heads=16):
     """Query, keys and key scales with scores[row, e] = gates[row] * scores[e]."""
-    q = torch.zeros(len(gates), 16, 128)
+    q = torch.zeros(len(gates), heads, 128)
     q[:, 0, 0] = 1.0
-    gate = torch.zeros(len(gates), 16)
+    gate = torch.zeros(len(gates), heads)
     gate[:, 0] = torch.tensor(gates)
     keys = torch.zeros(len(scores), 128)
     keys[:, 0] = 1.0
@@ -347,6 +347,41 @@ def test_flash_adversarial(order, k):
     start = [0, 3, 8192, 20000, 0] * 10
     end = [50000, 8195, 8192 + k, 49999, 30000] * 10
     check(keys_scoring(scores, gates), start, end, k, rows=1024, segment=8192)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    "order", ["random", "ascending", "descending", "equal", "clustered", "bf16 ties", "all NaN", "NaN and inf"]
+)
+@pytest.mark.parametrize("k", [1, 512, 1000, 1536])
+def test_flash_adversarial_in_one_launch(order, k, exact):
+    """Enough rows for the launch that does all, their number no multiple of anything, ranges of every kind."""
+    count, rows = 20011, 1061
+    x = torch.randn(count)
+    scores = {
+        "random": x,
+        "ascending": x.sort().values,
+        "descending": x.sort(descending=True).values,
+        "equal": torch.full((count,), 0.5),
+        "clustered": 100 + 0.5 * x,
+        "bf16 ties": x.bfloat16().float(),
+        "all NaN": torch.full((count,), NAN),
+        "NaN and inf": torch.where(x > 0, NAN, torch.where(x < -1, -INF, INF)),
+    }[order]
+    query, keys, scales = keys_scoring(scores, ([1.0, -1.0, 0.5] * rows)[:rows], heads=64)
+    row = torch.arange(rows)
+    start = torch.stack((0 * row, row * 7, 0 * row - 5, row * 11, 0 * row + 20000), 1).flatten()[:rows]
+    length = torch.stack((row * 40, row % 700, 0 * row, row * 0 + k + 1, row * 0 + 64), 1).flatten()[:rows]
+    start, end = ints(start.tolist()), ints((start + length).clamp(max=count + 100).tolist())
+    problem = query, keys, scales, start, end, k
+    got = select(*problem, fmt="e4m3", exact=exact)
+    assert torch.equal(got, select(*problem, fmt="e4m3", exact=exact, _rows=512, _segment=4096))
+    logits = ragged_logits(query, keys, scales, start, end, fmt="e4m3", exact=exact)
+    some = torch.arange(0, rows, 9, device=DEVICE)
+    begin = start.clamp(min=0)
+    assert torch.equal(got[some], topk_naive(logits[some], (end - begin)[some], k, begin[some]))
+    assert all(torch.equal(select(*problem, fmt="e4m3", exact=exact), got) for _ in range(3))
 
 
 @pytest.mark.gpu

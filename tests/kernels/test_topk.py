@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 
 from diffcheck.kernels import topk, topk_naive
-from diffcheck.kernels.topk import COLUMNS, LIST, PART, _parts
+from diffcheck.kernels.topk import COLUMNS, LIST
+from diffcheck.kernels.tournament import most_rows
 from diffcheck.testing import assert_selection, strategies
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -133,10 +134,10 @@ def test_errors_name_what_was_found(device):
         topk(logits, lengths, 1, lengths[:1])
 
 
-@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("width", [0, 32, 64, 256])
 @pytest.mark.parametrize("order", ["random", "ascending", "descending", "equal", "NaN"])
-def test_parts_and_tiles_do_not_show(parts, order, device):
-    """Tiles of 16 fill and shrink the lists many times; a row's parts are of its visible range, some are empty."""
+def test_widths_and_tiles_do_not_show(width, order, device):
+    """Tiles of 16 fill and shrink the lists many times (width 0); else one to five rounds of lists, some empty."""
     scores = torch.randn(3, 150)
     logits = {
         "random": scores.bfloat16().float(),
@@ -147,7 +148,9 @@ def test_parts_and_tiles_do_not_show(parts, order, device):
     }[order].to(device)
     starts, lengths = (torch.tensor(t, dtype=torch.int32, device=device) for t in ([0, 45, 3], [150, 101, 17]))
     for k in (1, 15, 40):
-        got = topk(logits, lengths, k, starts, _tile=16, _parts_per_row=parts)
+        if width and not most_rows(150, k, width):
+            continue
+        got = topk(logits, lengths, k, starts, _tile=16, _width=width)
         assert torch.equal(got, topk_naive(logits, lengths, k, starts))
 
 
@@ -164,12 +167,19 @@ def test_lists_longer_than_their_registers(device):
     check(torch.arange(columns).float()[None], [columns], k, device)
 
 
-def test_rows_are_shared_where_they_are_few_and_long():
-    assert _parts(1, 131072, 512, 396) == 16
-    assert _parts(64, 32768, 512, 396) == 6
-    assert _parts(1, 4 * PART, 512, 396) == 4
-    for rows, columns, k in ((1, 4 * PART - 1, 512), (100, 131072, 512), (8192, 131072, 512), (1, 30000, 4096)):
-        assert _parts(rows, columns, k, 396) == 1
+def test_lists_of_a_tournament_fit_their_bound():
+    assert most_rows(32768, 512, 8192) == (25 << 20) // (8 * 512 * 4)
+    assert most_rows(1 << 30, 512, 8192) == 0
+    assert most_rows(8193, 4097, 8192) == 0  # two lists of 8192 do not fit
+    assert most_rows(8192, 4097, 8192) > 0  # and need not
+
+
+def test_more_rows_than_the_lists_of_one_round_hold(device, monkeypatch):
+    monkeypatch.setattr("diffcheck.kernels.tournament.LISTS_BYTES", 8 * 9 * 3 * 2)
+    logits = torch.randn(5, 70, device=device)
+    lengths = torch.tensor([70, 3, 0, 69, 8], dtype=torch.int32, device=device)
+    assert most_rows(70, 9, 32) == 2
+    assert torch.equal(topk(logits, lengths, 9, _width=32), topk_naive(logits, lengths, 9))
 
 
 def test_out_is_written(device):
