@@ -9,7 +9,18 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
-from .options import Checkpoint, Device, Layers, Measured, Precisions, RecipeFiles, Thetas, layer_numbers, split
+from .options import (
+    Checkpoint,
+    Device,
+    Layers,
+    Measured,
+    Precisions,
+    RecipeFiles,
+    Thetas,
+    layer_numbers,
+    split,
+    split_precisions,
+)
 from .output import Steps, check_writable, say, stdout, write_json
 
 
@@ -66,8 +77,8 @@ def run(
     from ..run import Options, execute, plan
 
     options = Options(
-        checkpoint=checkpoint, layers=layer_numbers(layers), precisions=split(precision), thetas=split(theta),
-        recipe_files=recipe or [], backend=backend, length=length, queries=queries, trace=trace,
+        checkpoint=checkpoint, layers=layer_numbers(layers), precisions=split_precisions(precision),
+        thetas=split(theta), recipe_files=recipe or [], backend=backend, length=length, queries=queries, trace=trace,
         request=request,
         needle_depth=needle_depth, needle_strength=needle_strength, device=device, seed=seed,
     )  # fmt: skip
@@ -116,7 +127,7 @@ def marginal(
     from ..needle.marginal_report import MarginalOptions, measure, render
 
     options = MarginalOptions(
-        checkpoint=checkpoint, trace=trace, layers=layer_numbers(layers), precisions=split(precision),
+        checkpoint=checkpoint, trace=trace, layers=layer_numbers(layers), precisions=split_precisions(precision),
         thetas=split(theta), recipe_files=recipe or [], trials=trials,
         strengths=None if strengths is None else split(strengths), length=length, seed=seed, device=device,
     )  # fmt: skip

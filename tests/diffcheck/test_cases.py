@@ -78,7 +78,7 @@ def test_recipe_file(tmp_path):
         ("[replace]\nhadamard = 1", "hadamard is 1, expected a value like True"),
         ('[replace]\npairing = "odd"', "expected one of"),
         ("[replace]\ntheta = -1", "expected > 0"),
-        ('[replace]\nk_format = "e9m9"', "element is 'e9m9'"),
+        ('[replace]\nk_format = "e9m9"', "format 'e9m9', column 2 \\('9'\\): expected one of e4m3"),
         ('[replace]\nk_format = { element = "e4m3", size = 3 }', "expected a table with keys"),
         ("[replace]\nyarn = { factor = 2 }", "lacks 'beta_fast'"),
         ("[replace]\nk = true", "expected a value like 512"),
