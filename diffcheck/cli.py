@@ -13,7 +13,7 @@ import typer
 
 from .commands.comparison import diagnose, marginal, run
 from .commands.text import capture, convert, needle
-from .commands.tools import backends, bench, fixture, inspect
+from .commands.tools import backends, bench, fixture, inspect, memory
 from .errors import EnvironmentMissing, InputError
 from .version import __version__
 
@@ -61,5 +61,5 @@ def _root(
     """Run DeepSeek's reference sparse-attention indexer beside a deployment's numbers."""
 
 
-for command in (run, capture, convert, needle, marginal, diagnose, inspect, backends, bench, fixture):
+for command in (run, capture, convert, needle, marginal, diagnose, inspect, memory, backends, bench, fixture):
     app.command()(command)
