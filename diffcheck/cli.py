@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from .commands.comparison import diagnose, marginal, run
+from .commands.sweeping import sweep
 from .commands.text import capture, convert, needle
 from .commands.tools import backends, bench, fixture, inspect, memory
 from .errors import EnvironmentMissing, InputError
@@ -61,5 +62,5 @@ def _root(
     """Run DeepSeek's reference sparse-attention indexer beside a deployment's numbers."""
 
 
-for command in (run, capture, convert, needle, marginal, diagnose, inspect, memory, backends, bench, fixture):
+for command in (run, capture, convert, needle, marginal, sweep, memory, diagnose, inspect, backends, bench, fixture):
     app.command()(command)
