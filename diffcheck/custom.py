@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -73,9 +73,10 @@ class CustomFormat:
     def __str__(self) -> str:
         return self.name
 
-    def __reduce__(self) -> tuple[Callable[[str], CustomFormat], tuple[str]]:
-        # modules of files cannot be pickled, so another process loads the format by its name
-        return load_custom, (self.name,)
+    def __reduce__(self) -> tuple[Callable[[str, str], CustomFormat], tuple[str, str]]:
+        # modules of files cannot be pickled, so another process loads the format anew, wherever it runs
+        match = FILE.fullmatch(self.name)
+        return _load_again, (self.name, f"{Path(match['path']).resolve()}:{match['attribute']}" if match else self.name)
 
 
 Storage = Format | CustomFormat
@@ -104,6 +105,10 @@ def load_custom(name: str) -> CustomFormat:
         said = " ".join(str(error).split())
         raise InputError(f"format {name} ({point.value}) cannot be loaded: {said}") from None
     return _checked(name, f"{point.value} {point.dist.version if point.dist else ''}".strip(), made)
+
+
+def _load_again(name: str, absolute: str) -> CustomFormat:
+    return replace(load_custom(absolute), name=name)
 
 
 def _checked(name: str, digest: str, made: Any) -> CustomFormat:

@@ -42,6 +42,7 @@ def sweep(
     from ..sweeping.report import render
     from ..sweeping.result import document
     from ..sweeping.search import SweepOptions, execute, plan
+    from ..sweeping.speed import logits_speeds
 
     options = SweepOptions(
         checkpoint=checkpoint, space=space, layers=layer_numbers(layers), trace=trace, request=request, length=length,
@@ -51,7 +52,9 @@ def sweep(
     if json_file is not None:
         check_writable(json_file)
     todo = plan(options)
-    found = document(todo, execute(todo, say), {}, {})
+    measured = execute(todo, say)
+    speeds = logits_speeds(todo) if todo.device == "cuda" else {}
+    found = document(todo, measured, {}, speeds)
     console = stdout()
     render(console, found, every=every)
     if json_file is not None:

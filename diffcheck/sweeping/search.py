@@ -120,11 +120,6 @@ def identity(todo: SweepPlan) -> dict[str, Any]:
     """What must be equal for old records to be worth keeping."""
     formats = {fmt for c in todo.candidates for fmt in (c.recipe.q_format, c.recipe.k_format)}
     return todo.texts.fingerprint | {
-        "files": [
-            [name, status.st_size, status.st_mtime_ns]
-            for name in ("config.json", *todo.texts.checkpoint.index.files)
-            if (path := todo.texts.checkpoint.directory / name).exists() and (status := path.stat())
-        ],
         "recipes": {c.name: c.recipe.to_json() for c in todo.candidates},
         "custom formats": {fmt.name: fmt.digest for fmt in formats if isinstance(fmt, CustomFormat)},
         "rungs": todo.sizes,

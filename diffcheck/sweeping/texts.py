@@ -6,6 +6,8 @@ in all layers and recipes. A text whose rows all see no more than they may selec
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,6 +45,11 @@ class Texts:
         """Number of texts."""
         return len(self.lengths)
 
+    @property
+    def digest(self) -> str:
+        """Names these texts among those of all sweeps, since processes of a cluster serve many."""
+        return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()[:16]
+
     def positions(self, text: int) -> Tensor:
         """Query rows of a text, int64; all see more than k entries."""
         k = self.checkpoint.config.index_topk
@@ -62,8 +69,8 @@ class Texts:
             inputs = synthetic_inputs(config, weights, length=self.lengths[text], seed=seed)
         positions = self.positions(text)
         return LayerText(
-            key=f"{layer}/{text}", config=config, weights=weights, x=inputs.x, qr=inputs.qr, positions=positions,
-            order=spread(len(positions)), needles=inputs.needles,
+            key=f"{self.digest}/{layer}/{text}", config=config, weights=weights, x=inputs.x, qr=inputs.qr,
+            positions=positions, order=spread(len(positions)), needles=inputs.needles,
         )  # fmt: skip
 
 
@@ -117,11 +124,13 @@ def plan_texts(
             )
     for layer in chosen:
         opened.bytes_needed(layer)
-    status = trace.stat() if trace else None
     fingerprint: dict[str, object] = {
         "checkpoint": str(opened.directory.resolve()),
         "layers": list(chosen),
-        "trace": [str(trace.resolve()), status.st_size, status.st_mtime_ns] if trace and status else None,
+        "trace": _state(trace) if trace else None,
+        "files": [
+            _state(path) for name in ("config.json", *opened.index.files) if (path := opened.directory / name).exists()
+        ],
         "texts": [[r, n] for r, n in zip(requests, lengths, strict=True)],
         "rows": rows,
         "seed": seed,
@@ -130,6 +139,12 @@ def plan_texts(
         checkpoint=opened, layers=chosen, source=source, trace=trace, requests=requests, lengths=lengths, rows=rows,
         seed=seed, fingerprint=fingerprint,
     )  # fmt: skip
+
+
+def _state(path: Path) -> list[object]:
+    """A file, and what changes when it does."""
+    status = path.stat()
+    return [str(path.resolve()), status.st_size, status.st_mtime_ns]
 
 
 def _requests(trace: Path, request: int | None, layer: int) -> tuple[tuple[int | None, ...], tuple[int, ...]]:

@@ -95,7 +95,7 @@ def _write(directory, text):
     return path
 
 
-def test_another_process_loads_it_by_name_and_a_changed_file_is_another_format(tmp_path):
+def test_another_process_loads_it_by_name_and_a_changed_file_is_another_format(tmp_path, monkeypatch):
     path = tmp_path / "echo.py"
     path.write_text(ECHO)
     name = f"{path}:echo"
@@ -104,6 +104,10 @@ def test_another_process_loads_it_by_name_and_a_changed_file_is_another_format(t
     assert again == first
     assert hash(again) == hash(first)
     assert again.codec is not first.codec
+    monkeypatch.chdir(tmp_path)
+    relative = pickle.dumps(parse_storage("echo.py:echo"))
+    monkeypatch.chdir("/")
+    assert pickle.loads(relative).name == "echo.py:echo"
     path.write_text(ECHO + "# changed\n")
     assert load_custom(name) != first
 
