@@ -11,7 +11,10 @@ died is run again. A task only measures. Records are written by the driver alone
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import socket
+import warnings
 from dataclasses import fields, replace
 from typing import Any, Protocol
 
@@ -26,6 +29,7 @@ from ..refimpl import IndexerWeights
 from .cases import LayerText, Rung, forget, measure
 
 NAMES = ("local", "ray")
+CONNECT_SECONDS = 5.0
 RETRIES = 5
 """How often a case is run again after its process or node died."""
 
@@ -87,22 +91,22 @@ class RayExecutor:
     def __init__(self, device: str) -> None:
         if not present("ray"):
             raise EnvironmentMissing("--executor ray needs Ray: pip install 'diffcheck[ray]'")
-        import ray
-
+        ray: Any = importlib.import_module("ray")  # typed for other uses than this one
         self._ray, self._device = ray, device
         self._mine = not ray.is_initialized()
         if self._mine:
+            address = os.environ.get("RAY_ADDRESS", "")
+            _check_reachable(address)
             try:
-                ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False if _own() else None)
+                ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=None if address else False)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 said = " ".join(str(error).split())
                 raise EnvironmentMissing(f"--executor ray: no cluster ({said[:200]})") from None
-        slot = {"num_gpus": 1} if device == "cuda" else {"num_cpus": 1}
-        if not all(
-            ray.cluster_resources().get(name, 0) >= 1 for name in ({"num_gpus": "GPU"}.get(n, "CPU") for n in slot)
-        ):
-            raise EnvironmentMissing(f"--executor ray: the cluster has no {'GPU' if device == 'cuda' else 'CPU'} slot")
-        self._task = ray.remote(max_retries=RETRIES, **slot)(run_case)
+        kind = "GPU" if device == "cuda" else "CPU"
+        if ray.cluster_resources().get(kind, 0) < 1:
+            self.close()
+            raise EnvironmentMissing(f"--executor ray: the cluster has no {kind} slot")
+        self._task = ray.remote(max_retries=RETRIES, **{f"num_{kind.lower()}s": 1})(run_case)
 
     def share(self, given: LayerText) -> Any:
         """One copy in the object store."""
@@ -134,8 +138,15 @@ class RayExecutor:
             self._ray.shutdown()
 
 
-def _own() -> bool:
-    return not os.environ.get("RAY_ADDRESS")
+def _check_reachable(address: str) -> None:
+    """EnvironmentMissing where nobody listens at HOST:PORT; Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise EnvironmentMissing(f"--executor ray: no cluster at RAY_ADDRESS {address} ({error})") from None
 
 
 def make_executor(name: str, device: str) -> Executor:
@@ -163,7 +174,7 @@ def pack(given: LayerText) -> dict[str, Any]:
 def unpack(packed: dict[str, Any]) -> LayerText:
     """What was packed; its tensors share the arrays' memory and must not be written to."""
     weights: dict[str, Any] = {name: _tensor(*value) for name, value in packed["weights"].items()}
-    absent = {f.name: None for f in fields(IndexerWeights) if f.name not in weights}
+    absent: dict[str, Any] = {f.name: None for f in fields(IndexerWeights) if f.name not in weights}
     inputs = {name: _tensor(*packed[name]) for name in _INPUTS}
     unpacked: LayerText = replace(packed["rest"], weights=IndexerWeights(**weights, **absent), **inputs)
     return unpacked
@@ -178,8 +189,6 @@ def _array(tensor: Tensor) -> tuple[np.ndarray, str, tuple[int, ...]]:
 
 
 def _tensor(array: np.ndarray, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    import warnings
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")
         flat = torch.from_numpy(array)

@@ -111,7 +111,7 @@ def _speed(logits: dict[str, Any] | None) -> str:
     if logits is None:
         return "-"
     if logits.get("ms") is None:
-        return logits.get("reason", "-")
+        return str(logits["reason"])
     return f"{logits['ms']:.4f} ms {logits['tb_s']:.2f} TB/s"
 
 

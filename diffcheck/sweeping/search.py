@@ -96,7 +96,8 @@ class Measured:
 def plan(options: SweepOptions) -> SweepPlan:
     """Validate everything against the checkpoint; InputError or EnvironmentMissing says what is wrong."""
     o = options
-    device = device_of(o.device)
+    # a driver needs no GPU of its own where a cluster has some
+    device = o.device if o.executor == "ray" and o.device == "cuda" else device_of(o.device)
     if o.objective not in OBJECTIVES:
         raise InputError(f"--objective: {o.objective!r}, expected {', '.join(OBJECTIVES)}")
     if not 0 <= o.floor <= 1:
@@ -200,8 +201,8 @@ class _Search:
                 if time.monotonic() >= self.deadline:
                     break
                 open_layers.append(_OpenLayer(self, coming.popleft()))
-                for layer in list(coming)[: self.reader.ahead]:
-                    self._expect(layer)
+                for number in list(coming)[: self.reader.ahead]:
+                    self._expect(number)
             if not open_layers:
                 self.notes.append(f"the budget was used up before layer {', '.join(map(str, coming))}")
                 return

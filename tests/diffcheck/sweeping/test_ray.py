@@ -72,7 +72,9 @@ def cluster():
 def options(mini: Path, directory: Path, **changes) -> SweepOptions:
     (directory / "dies.py").write_text(CODE)
     space = directory / "space.toml"
-    space.write_text(f'keys = ["{directory}/dies.py:dies", "e4m3", "e2m1", "int4"]\nprefixes = ["", "qat+"]\n')
+    space.write_text(
+        f'keys = ["bf16", "e4m3", "e2m1", "int4"]\nqueries = ["{directory}/dies.py:dies"]\nprefixes = ["", "qat+"]\n'
+    )
     fields = {"checkpoint": mini, "space": str(space), "rows": 32, "halvings": 1, "device": "cpu"}
     return SweepOptions(**(fields | changes))
 
@@ -106,3 +108,16 @@ def test_what_is_not_there(monkeypatch):
         executors.make_executor("ray", "cpu")
     with pytest.raises(InputError, match="--executor: 'slurm', expected local or ray"):
         executors.make_executor("slurm", "cpu")
+
+
+def test_a_cluster_without_gpus_says_so(mini, tmp_path, cluster):
+    asked = options(mini, tmp_path, executor="ray", device="cuda", layers=[2])
+    with pytest.raises(EnvironmentMissing, match="--executor ray: the cluster has no GPU slot"):
+        execute(plan(asked), lambda line: None)
+
+
+def test_nobody_at_the_address(monkeypatch):
+    pytest.importorskip("ray", reason="needs Ray: pip install 'diffcheck[ray]'")
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(EnvironmentMissing, match=r"no cluster at RAY_ADDRESS 127.0.0.1:1"):
+        executors.make_executor("ray", "cpu")
