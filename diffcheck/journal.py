@@ -38,7 +38,7 @@ class Journal:
         InputError if another process holds it, if it has records and `resume` is False, if it is of a run with
         another identity (the message names what differs), or if it cannot be written or read.
         """
-        identity = json.loads(json.dumps(identity))
+        mine: dict[str, Any] = json.loads(json.dumps(identity))
         try:
             directory.mkdir(parents=True, exist_ok=True)
             file = (directory / RECORDS).open("a+b")
@@ -49,7 +49,7 @@ class Journal:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise InputError(f"{directory}: another run is using it, expected a directory of its own") from None
-            records = _read(directory, file, identity, resume)
+            records = _read(directory, file, mine, resume)
         except InputError:
             file.close()
             raise

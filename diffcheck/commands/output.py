@@ -56,15 +56,15 @@ class Steps:
             print(f"[{self._count}/{self._total}] {line}", file=sys.stderr)
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, option: str = "--json") -> None:
     """Fail before any work if the report could not be written."""
     directory = path.parent
     if path.is_dir() or not directory.is_dir() or not os.access(path if path.exists() else directory, os.W_OK):
-        raise InputError(f"--json: cannot write {path}, expected a file in a directory that exists and is writable")
+        raise InputError(f"{option}: cannot write {path}, expected a file in a directory that exists and is writable")
     try:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
-        raise InputError(f"--json: cannot write {path} ({error.strerror})") from None
+        raise InputError(f"{option}: cannot write {path} ({error.strerror})") from None
 
 
 def _without_nan(value: object) -> object:

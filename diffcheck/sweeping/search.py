@@ -64,6 +64,8 @@ class SweepOptions:
     resume: bool = False
     device: str = "auto"
     seed: int = 0
+    made_from: str | None = None
+    """What the trace is made from, where each command makes it anew: stands for the file when a sweep is resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,7 @@ def plan(options: SweepOptions) -> SweepPlan:
         raise InputError("--resume goes on with the records of --run-dir DIR, expected that too")
     texts = plan_texts(
         o.checkpoint, layers=o.layers, trace=o.trace, request=o.request, length=o.length, texts=o.texts, rows=o.rows,
-        seed=o.seed,
+        seed=o.seed, made_from=o.made_from,
     )  # fmt: skip
     found = load_space(o.space, texts.checkpoint.config)
     rows = max(len(texts.positions(text)) for text in range(texts.count))

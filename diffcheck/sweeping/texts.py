@@ -84,8 +84,12 @@ def plan_texts(
     texts: int | None,
     rows: int,
     seed: int,
+    made_from: str | None = None,
 ) -> Texts:
-    """Check everything that can be wrong with the inputs; InputError says what is."""
+    """Check everything that can be wrong with the inputs; InputError says what is.
+
+    made_from: names the trace in the fingerprint, where its file is a new one each time.
+    """
     if rows < 1:
         raise InputError(f"--rows: {rows}, expected at least 1")
     if texts is not None and texts < 1:
@@ -127,7 +131,7 @@ def plan_texts(
     fingerprint: dict[str, object] = {
         "checkpoint": str(opened.directory.resolve()),
         "layers": list(chosen),
-        "trace": _state(trace) if trace else None,
+        "trace": made_from or (_state(trace) if trace else None),
         "files": [
             _state(path) for name in ("config.json", *opened.index.files) if (path := opened.directory / name).exists()
         ],

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -319,7 +320,8 @@ def test_a_budget_ends_the_later_rungs_first(mini, space, monkeypatch):
 def test_the_command(mini, space, tmp_path):
     out = tmp_path / "sweep.json"
     arguments = ["sweep", "--checkpoint", str(mini), "--space", space, "--rows", "32", "--halvings", "1"]
-    result = CliRunner().invoke(app, [*arguments, "--device", "cpu", "--all", "--json", str(out)])
+    page = tmp_path / "sweep.html"
+    result = CliRunner().invoke(app, [*arguments, "--device", "cpu", "--all", "--json", str(out), "--html", str(page)])
     assert result.exit_code == 0, result.output
     for text in (
         "Pareto front of bytes an entry against recall:", "Pareto front of bytes an entry against needle survival:",
@@ -328,7 +330,29 @@ def test_the_command(mini, space, tmp_path):
         assert text in result.output or text == "16 blocks"
     found = json.loads(out.read_text())
     assert len(found["recipes"]) == 8
+    check_page(page.read_text(), found)
     assert found["recipes"][0]["slots_share"] == pytest.approx(0.0, abs=1e-9)  # e4m3/128 is what slots count against
+
+
+def check_page(text, found):
+    """Well formed where it is drawn, each recipe in the table and at its place in both plots, nothing from outside."""
+    from xml.etree import ElementTree
+
+    plots = [ElementTree.fromstring(part.split("</svg>")[0] + "</svg>") for part in text.split("<h2>")[1:-1]
+             for part in [part[part.index("<svg"):]]]  # fmt: skip
+    assert len(plots) == 2
+    for plot in plots:
+        circles = plot.findall("circle")
+        assert {c.find("title").text.split(": ")[0] for c in circles} == {r["name"] for r in found["recipes"]}
+        assert all(0 <= float(c.get("cx")) <= 760 and 0 <= float(c.get("cy")) <= 380 for c in circles)
+        assert len(plot.findall("path")) == 1
+    by_name = {r["name"]: r["recall"] for r in found["recipes"]}
+    heights = {c.find("title").text.split(": ")[0]: float(c.get("cy")) for c in plots[0].findall("circle")}
+    order = sorted(by_name, key=by_name.get)
+    assert all(heights[a] >= heights[b] for a, b in pairwise(order))
+    assert text.count("<tr") == 1 + len(found["recipes"])
+    assert "http" not in text
+    assert "prefers-color-scheme: dark" in text
 
 
 def test_slots_are_those_of_memory(mini, space):
