@@ -21,6 +21,7 @@ from .grammar import parse_format
 from .refimpl import IndexerConfig, InputError, Yarn
 
 Rounding = Literal["none", "bf16", "fp16"]
+DIGEST_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +237,9 @@ TWO_SIDED = frozenset(
 
 
 def plain(value: Any) -> Any:
-    """A recipe field's value as plain JSON: formats by their short form, YaRN as an object."""
-    if isinstance(value, Format | CustomFormat):
+    """A recipe field's value as plain JSON: formats by their short form (custom ones with a digest), YaRN an object."""
+    if isinstance(value, CustomFormat):
+        return f"{value} [{value.digest[:DIGEST_SHOWN]}]"
+    if isinstance(value, Format):
         return str(value)
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

@@ -76,9 +76,14 @@ def sweep(
         run_dir=run_dir, resume=resume, device=device, seed=seed, made_from=made_from,
     )  # fmt: skip
     todo = plan(options)
-    measured = execute(todo, say)
+    try:
+        measured = execute(todo, say)
+        extra = {} if said is None else {"answers": measure_answers(todo, said, measured, say)}
+    except KeyboardInterrupt:
+        if run_dir is not None:
+            say(f"finished cases are kept in {run_dir}: the same command with --resume goes on from there")
+        raise
     speeds = logits_speeds(todo) if todo.device == "cuda" else {}
-    extra = {} if said is None else {"answers": measure_answers(todo, said, measured, say)}
     found = document(todo, measured, extra, speeds)
     console = stdout()
     render(console, found, every=every)

@@ -73,7 +73,13 @@ class LocalExecutor:
 
     def result(self, handle: tuple[LayerText, Recipe, Rung]) -> dict[str, Any]:
         """Measure it now."""
-        return measure(*handle, self._device)
+        try:
+            return measure(*handle, self._device)
+        except torch.cuda.OutOfMemoryError:
+            raise EnvironmentMissing(
+                f"{handle[1].name}: the GPU has not enough memory for {len(handle[0].x)} tokens and "
+                f"{handle[2].last - handle[2].first} rows, expected fewer --rows or another --length"
+            ) from None
 
     def cancel(self, handle: Any) -> None:
         """Nothing runs yet."""

@@ -9,6 +9,7 @@ from typing import Any
 from .report import TITLES, mixed_lines
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 380, 64, 16, 16, 44
+LABEL_GAP = 26.0
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1c1c; --soft: #6b6b6b; --line: #d5d5d5; --front: #b3470f; --dot: #2b6cb0;
   --page: #fff }
@@ -69,7 +70,11 @@ def _scatter(points: list[dict[str, Any]], share: str, ci: str, front: set[str])
         value = least + (top - least) * step / 5
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:.3f}</text>')
+    labelled = -LABEL_GAP
     for size in sorted({p["bytes_per_entry"] for p in points}):
+        if x(size) - labelled < LABEL_GAP:
+            continue
+        labelled = x(size)
         parts.append(f'<text x="{x(size):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{size:g}</text>')
     parts.append(f'<text x="{LEFT + width / 2}" y="{HEIGHT - 8}" text-anchor="middle">bytes an entry</text>')
     chosen = sorted((p for p in points if p["name"] in front), key=lambda p: (p["bytes_per_entry"], p[share]))

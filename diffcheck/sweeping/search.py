@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..custom import CustomFormat
 from ..errors import InputError
 from ..journal import Journal
 from ..run import device_of
@@ -121,10 +120,8 @@ def plan(options: SweepOptions) -> SweepPlan:
 
 def identity(todo: SweepPlan) -> dict[str, Any]:
     """What must be equal for old records to be worth keeping."""
-    formats = {fmt for c in todo.candidates for fmt in (c.recipe.q_format, c.recipe.k_format)}
     return todo.texts.fingerprint | {
         "recipes": {c.name: c.recipe.to_json() for c in todo.candidates},
-        "custom formats": {fmt.name: fmt.digest for fmt in formats if isinstance(fmt, CustomFormat)},
         "rungs": todo.sizes,
         "objective": todo.options.objective,
         "device": todo.device,

@@ -78,10 +78,17 @@ def load_space(text: str, config: IndexerConfig) -> list[Candidate]:
 
 def default_space(config: IndexerConfig) -> list[Candidate]:
     """40 recipes: ten key formats after the FP4 step (also with reference queries), without it, without Hadamard."""
-    reference = Recipe.reference(config)
-    recipes = _product(reference, DEFAULT_KEYS, ["same"], DEFAULT_PREFIXES, config)
-    recipes += _product(reference, DEFAULT_KEYS, ["base"], ["qat+"], config)
+    reference, dim = Recipe.reference(config), config.index_head_dim
+    # of a narrow head a block is at most the whole
+    keys = list(dict.fromkeys(_narrowed(key, dim) for key in DEFAULT_KEYS))
+    recipes = _product(reference, keys, ["same"], DEFAULT_PREFIXES, config)
+    recipes += _product(reference, keys, ["base"], ["qat+"], config)
     return candidates([*recipes, build("int4/32/ue8m0", config)], config)
+
+
+def _narrowed(key: str, dim: int) -> str:
+    element, *rest = key.split("/")
+    return "/".join([element, str(min(int(rest[0]), dim)), *rest[1:]]) if rest else key
 
 
 def candidates(recipes: Sequence[Recipe], config: IndexerConfig) -> list[Candidate]:

@@ -106,7 +106,7 @@ def plan_texts(
     requests: tuple[int | None, ...] = (None,) * (texts or 1)
     if trace is None:
         lengths = (length or SYNTHETIC_LENGTH_IN_TOPK * k,) * (texts or 1)
-        source = f"{len(lengths)} made-up texts of {lengths[0]} tokens, seed {seed}"
+        source = f"made-up hidden states, {_count(lengths)}, seed {seed}"
     else:
         with open_trace(trace) as file:
             present = set(file.layers)
@@ -119,7 +119,7 @@ def plan_texts(
         several = "requests" in file.shared
         load_inputs(trace, opened.config, [chosen[0]], request=request or 0 if several else request)
         requests, lengths = _requests(trace, request, chosen[0])
-        source = f"trace {trace}, {len(lengths)} texts of {min(lengths)} to {max(lengths)} tokens"
+        source = f"trace {trace}, {_count(lengths)}"
     for length in lengths:
         if length // 4 <= k:
             raise InputError(
@@ -143,6 +143,11 @@ def plan_texts(
         checkpoint=opened, layers=chosen, source=source, trace=trace, requests=requests, lengths=lengths, rows=rows,
         seed=seed, fingerprint=fingerprint,
     )  # fmt: skip
+
+
+def _count(lengths: tuple[int, ...]) -> str:
+    tokens = f"{min(lengths)} to {max(lengths)}" if len(set(lengths)) > 1 else f"{lengths[0]}"
+    return f"{len(lengths)} texts of {tokens} tokens" if len(lengths) > 1 else f"a text of {tokens} tokens"
 
 
 def _state(path: Path) -> list[object]:

@@ -286,7 +286,7 @@ def test_a_changed_format_of_ones_own_is_another_sweep(mini, tmp_path):
     before = identity(plan(options))
     (tmp_path / "mine.py").write_text(code + "# changed\n")
     after = identity(plan(options))
-    assert [name for name in before if before[name] != after[name]] == ["custom formats"]
+    assert [name for name in before if before[name] != after[name]] == ["recipes"]
 
 
 def test_a_budget_ends_the_later_rungs_first(mini, space, monkeypatch):

@@ -29,6 +29,12 @@ def test_the_default_space_has_forty_recipes_that_all_differ(config):
         assert candidate.recipe.q_hadamard == candidate.recipe.k_hadamard
 
 
+def test_the_default_space_of_narrow_heads(support):
+    found = load_space("default", support.config(index_head_dim=64, rope_head_dim=32))
+    assert "qat+e4m3/64/ue8m0" in {c.name for c in found}
+    assert max(c.bytes for c in found) == 128
+
+
 def test_a_product(tmp_path, config):
     text = """
     base = "vllm-fp8"
