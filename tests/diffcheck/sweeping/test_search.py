@@ -92,6 +92,7 @@ def test_rungs_add_up_to_the_whole(mini):
     cases.forget()
     parts = [measure(given, recipe, Rung(first=a, last=b, needles=a == 0), "cpu") for a, b in ((0, 10), (10, 40))]
     rows = dict(sorted((row, hit) for p in parts for row, hit in zip(p["rows"], p["hits_tied"], strict=True)))
+    assert [len(p["rows"]) for p in parts] == [10, 30]  # none is measured twice
     assert list(rows) == whole["rows"]
     assert list(rows.values()) == whole["hits_tied"]
     assert parts[0]["needles_kept"] == whole["needles_kept"]
