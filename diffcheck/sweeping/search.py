@@ -155,7 +155,7 @@ class _Reader:
         count = min(READERS, cores // 2, fits) if todo.device == "cuda" and texts.trace is None else 1
         self.ahead = max(1, count)
         self._threads = torch.get_num_threads()
-        own = 1 if self.ahead > 1 else self._threads
+        own = max(1, cores // self.ahead) if self.ahead > 1 else self._threads
         self._pool = ThreadPoolExecutor(self.ahead, initializer=torch.set_num_threads, initargs=(own,))
         self._texts = texts
         self._coming: dict[tuple[int, int], Future[LayerText]] = {}
@@ -199,9 +199,9 @@ class _Search:
             while coming and len(open_layers) < self.executor.ahead:
                 if time.monotonic() >= self.deadline:
                     break
-                open_layers.append(_OpenLayer(self, coming.popleft()))
-                for number in list(coming)[: self.reader.ahead]:
+                for number in list(coming)[: 1 + self.reader.ahead]:
                     self._expect(number)
+                open_layers.append(_OpenLayer(self, coming.popleft()))
             if not open_layers:
                 self.notes.append(f"the budget was used up before layer {', '.join(map(str, coming))}")
                 return
@@ -302,6 +302,7 @@ class _OpenLayer:
         self.alive = list(range(len(search.todo.candidates)))
         self.shared: dict[int, Any] = {}
         self.began = time.monotonic()
+        self.waited = 0.0
         self.said: list[str] = []
         self.pending: deque[tuple[int, int, Any]] = deque()
         self._submit()
@@ -314,9 +315,15 @@ class _OpenLayer:
                 handle = None
                 if not s.known(self.layer, text, self.rung, candidate):
                     if text not in self.shared:
-                        self.shared[text] = s.executor.share(s.reader.take(self.layer, text))
+                        self.shared[text] = s.executor.share(self._inputs(text))
                     handle = s.executor.submit(self.shared[text], s.todo.candidates[candidate].recipe, whole)
                 self.pending.append((text, candidate, handle))
+
+    def _inputs(self, text: int) -> LayerText:
+        asked = time.monotonic()
+        given = self.search.reader.take(self.layer, text)
+        self.waited += time.monotonic() - asked
+        return given
 
     def finish(self, deadline: float) -> bool:
         """Measure to the end, or until the deadline once the first rung is done; whether that rung is complete."""
@@ -334,7 +341,8 @@ class _OpenLayer:
             if handle is not None:
                 s.executor.cancel(handle)
         self.shared.clear()
-        s.say(f"layer {self.layer}: {', '.join(self.said)}; {time.monotonic() - self.began:.1f} s")
+        took = f"{time.monotonic() - self.began:.1f} s, {self.waited:.1f} of them waiting for inputs"
+        s.say(f"layer {self.layer}: {', '.join(self.said)}; {took}")
         return not (stopped and self.rung == 0)
 
     def _collect(self, deadline: float) -> bool:

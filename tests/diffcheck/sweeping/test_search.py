@@ -62,7 +62,7 @@ def test_spread_is_even_at_every_beginning():
                 assert max(np.diff(sorted(order[:count]))) <= 2 * -(-rows // count)
 
 
-@pytest.mark.parametrize("name", ["qat+e4m3/128/fp32", "nohad+e2m1/32/ue8m0", "sglang-fp8", "reference"])
+@pytest.mark.parametrize("name", ["qat+e4m3/128/fp32", "k=nohad+bf16", "sglang-fp8", "reference"])
 def test_a_case_says_what_a_run_says(mini, name):
     """Recall, plain and tie-tolerant, and needles are those of `compare` on the same rows."""
     todo = plan(SweepOptions(checkpoint=mini, device="cpu", rows=24))
@@ -76,6 +76,7 @@ def test_a_case_says_what_a_run_says(mini, name):
     found = compare(layer, recipe, trace, Targets.of(layer, given.needles))
     assert record["needles_kept"] == found["needle_selected"]
     assert record["needles_had"] == found["needle_selected_reference"]
+    assert (record["needles_kept"] == record["needles_had"]) is (name != "k=nohad+bf16")
     part = layer.narrowed(rows.nonzero().flatten())
     found = compare(part, recipe, find_backend("emulated").run(part, recipe), Targets.of(part, ()))
     k = given.config.index_topk
@@ -300,12 +301,12 @@ def test_a_budget_ends_the_later_rungs_first(mini, space, monkeypatch):
         return measure(*handle, "cpu")
 
     monkeypatch.setattr(LocalExecutor, "result", slow)
-    todo, found = swept(mini, space=space, rows=64, halvings=1, budget=24 / 60)
+    todo, found = swept(mini, space=space, rows=64, halvings=1, budget=17 / 60)
     assert found.layers == (2, 4)
     rows = (~np.isnan(found.recall.values)).sum(-1)
     assert (rows >= 16).all()
     assert 64 in rows
-    assert found.measured_cases <= 25
+    assert found.measured_cases == 17  # no layer took from the next one's share
     result = document(todo, found, {}, {})
     assert all(record["recall_ci"] for record in result["recipes"])
     # not even one layer's first rung
