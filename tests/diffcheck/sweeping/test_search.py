@@ -421,3 +421,21 @@ def test_reference_recipes_lose_nothing(mini, tmp_path):
     from rich.console import Console
 
     render(Console(width=200, file=open(os.devnull, "w")), document(todo, found, {}, {}))  # noqa: SIM115
+
+
+def test_inputs_made_ahead_of_a_gpu_are_the_same(mini, space):
+    """Several threads make made-up texts at once; products may be summed in another order, which is an ulp at most."""
+    from dataclasses import replace
+
+    todo = plan(SweepOptions(checkpoint=mini, space=space, length=700, texts=3, rows=8, device="cpu"))
+    threads = torch.get_num_threads()
+    with search._Reader(replace(todo, device="cuda")) as reader:
+        for layer in (2, 4):
+            for text in range(3):
+                reader.expect(layer, text)
+        for layer in (4, 2):
+            for text in range(3):
+                got, want = reader.take(layer, text), todo.texts.load(layer, text)
+                assert (got.key, got.needles, got.order) == (want.key, want.needles, want.order)
+                assert torch.allclose(got.x.float(), want.x.float(), rtol=2**-7, atol=1e-6)
+    assert torch.get_num_threads() == threads
