@@ -146,7 +146,7 @@ class _Reader:
     """Loads layers in threads, a few ahead."""
 
     def __init__(self, todo: SweepPlan) -> None:
-        texts, cores = todo.texts, os.cpu_count() or 1
+        texts, cores = todo.texts, len(os.sched_getaffinity(0))
         config = texts.checkpoint.config
         # made-up inputs take three times their own size while they are made
         size = 6 * max(texts.lengths) * (config.hidden_size + config.q_lora_rank)
