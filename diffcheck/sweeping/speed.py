@@ -17,7 +17,7 @@ from ..formats import Format
 from ..refimpl.compressor import WINDOW
 from .search import SweepPlan
 
-REQUESTS, BACKEND = 8, "triton"
+REQUESTS, BACKEND = 64, "triton"
 QUERIES = {"e4m3": "e4m3", "bf16": "e4m3", "e2m1": "e2m1"}
 """Queries that are timed with each key layout: what engines have."""
 
