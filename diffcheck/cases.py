@@ -110,9 +110,14 @@ def load_recipe(path: Path, config: IndexerConfig) -> Recipe:
         raise InputError(f"{path}: name and base must be strings and replace a table")
     recipe = build(base, config)
     try:
-        return recipe.replace(name=name, **{key: field_value(recipe, key, value) for key, value in changes.items()})
+        made = recipe.replace(name=name, **{key: field_value(recipe, key, value) for key, value in changes.items()})
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
+    for key in ("q_format", "k_format", "q_fp4_format", "k_fp4_format"):
+        fmt, dim = getattr(made, key), config.index_head_dim
+        if isinstance(fmt, Format) and not fmt.plain and dim % fmt.block:
+            raise InputError(f"{path}: {key} is {fmt}, expected a block that divides the head dim {dim}")
+    return made
 
 
 def field_value(recipe: Recipe, name: str, value: Any) -> Any:

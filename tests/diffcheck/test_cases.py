@@ -80,6 +80,8 @@ def test_recipe_file(tmp_path):
         ("[replace]\ntheta = -1", "expected > 0"),
         ('[replace]\nk_format = "e9m9"', "format 'e9m9', column 2 \\('9'\\): expected one of e4m3"),
         ('[replace]\nk_format = { element = "e4m3", size = 3 }', "expected a table with keys"),
+        ('[replace]\nk_format = "e4m3/96/fp32"', "k_format is e4m3/96/fp32, expected a block that divides"),
+        ('[replace]\nfp4_format = { element = "e2m1", block = 48, scale = "ue8m0" }', "q_fp4_format is e2m1/48/ue8m0"),
         ("[replace]\nyarn = { factor = 2 }", "lacks 'beta_fast'"),
         ("[replace]\nk = true", "expected a value like 512"),
     ],
