@@ -7,10 +7,10 @@ look like, and does not count at gates unless asked to.
 A recipe file adds a precision of its own:
 
     name = "hadamard-on-queries-only"   # default: the file's name
-    base = "reference"                  # a precision or preset; default reference
+    base = "reference"                  # a precision, also a spelled one (`grammar`); default reference
     [replace]
     k_hadamard = false
-    k_format = { element = "e4m3", block = 128, scale = "ue8m0" }
+    k_format = "e4m3/128/ue8m0"     # or { element = "e4m3", block = 128, scale = "ue8m0" }
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 from .digests import digest
 from .errors import InputError
 from .formats import Format
+from .grammar import parse_format, parse_storage
 from .presets import build
 from .recipe import TWO_SIDED, Recipe
 from .refimpl import IndexerConfig, Yarn
@@ -116,9 +117,14 @@ def load_recipe(path: Path, config: IndexerConfig) -> Recipe:
         raise InputError(f"{path}: name and base must be strings and replace a table")
     recipe = build(base, config)
     try:
-        return recipe.replace(name=name, **{key: field_value(recipe, key, value) for key, value in changes.items()})
+        made = recipe.replace(name=name, **{key: field_value(recipe, key, value) for key, value in changes.items()})
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
+    for key in ("q_format", "k_format", "q_fp4_format", "k_fp4_format"):
+        fmt, dim = getattr(made, key), config.index_head_dim
+        if isinstance(fmt, Format) and not fmt.plain and dim % fmt.block:
+            raise InputError(f"{path}: {key} is {fmt}, expected a block that divides the head dim {dim}")
+    return made
 
 
 def field_value(recipe: Recipe, name: str, value: Any) -> Any:
@@ -130,7 +136,7 @@ def field_value(recipe: Recipe, name: str, value: Any) -> Any:
         if value == "none" and not side.endswith("fp4_format"):
             return None
         if isinstance(value, str):
-            return Format(element=value)
+            return parse_format(value) if side.endswith("fp4_format") else parse_storage(value)
         return Format(**_keywords(Format, name, value))
     if side.endswith("_yarn"):
         return None if value is False else Yarn(**_keywords(Yarn, name, value))

@@ -13,8 +13,9 @@ import typer
 
 from .commands.comparison import diagnose, marginal, run
 from .commands.reports import compare, render, schema
+from .commands.sweeping import sweep
 from .commands.text import capture, convert, needle
-from .commands.tools import backends, bench, fixture, inspect
+from .commands.tools import backends, bench, fixture, inspect, memory
 from .errors import EnvironmentMissing, InputError
 from .version import __version__
 
@@ -63,6 +64,7 @@ def _root(
 
 
 for command in (
-    run, compare, capture, convert, needle, marginal, diagnose, inspect, backends, bench, fixture, render, schema,
+    run, compare, capture, convert, needle, marginal, sweep, memory, diagnose, inspect, backends, bench, fixture,
+    render, schema,
 ):  # fmt: skip
     app.command()(command)

@@ -5,9 +5,17 @@ A block format stores `block` consecutive values of the last dim as element code
     amax  = max(|x| of the block), at least `amax_floor`
     raw   = amax / max(element)
     scale = raw rounded to the scale's type: fp32 as it is; ue8m0 to a power of two by `rule` (ceil, floor, nearest);
-            e4m3 to the nearest e4m3 value, at least the smallest one
+            e4m3 in two levels, below
     code  = x / scale, clamped to +-max(element), rounded to the element's grid (`ties` even or down = toward zero)
     value = code * scale
+
+An e4m3 scale alone spans 2^-9 to 448, so it comes with a second one, fp32, of the whole vector (the last dim: one
+cached entry, or one head's query), as NVFP4 has it for a whole tensor. A cache is written entry by entry, so there is
+no tensor whose amax could be known; per vector nothing needs calibrating, at 4 bytes an entry.
+
+    vector = max(|x| of the vector), at least `amax_floor`, / (448 * max(element))
+    scale  = e4m3(amax / max(element) / vector) * vector, the e4m3 value at least 2^-9; the block with the vector's
+             largest magnitude gets 448
 
 Some kernels multiply by 1/scale instead of dividing (`reciprocal`); with an fp32 scale that moves a few codes by one.
 For power-of-two scales it makes no difference which of amax / max and amax * (1/max) is used: over all 2^23 mantissas
@@ -19,12 +27,12 @@ A NaN or inf in a block makes the scale NaN and so the whole block, for every sc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .refimpl.formats import E2M1_AMAX_FLOOR, ceil_power_of_two
+from .refimpl.formats import E2M1_AMAX_FLOOR, E4M3_MAX, ceil_power_of_two
 
 ScaleType = Literal["fp32", "ue8m0", "e4m3"]
 ScaleRule = Literal["ceil", "floor", "nearest"]
@@ -56,14 +64,16 @@ _ELEMENTS = (
     Element("e3m2", 6, 28.0, 2, -2),
     # OCP FP4: bias 1, 1.5 * 2^2
     Element("e2m1", 4, 6.0, 1, 0),
-    # symmetric: -128 is not used
+    # symmetric: -128 and -8 are not used
     Element("int8", 8, 127.0, None),
+    Element("int4", 4, 7.0, None),
 )
 ELEMENTS = {element.name: element for element in _ELEMENTS}
-"""Elements that take a scale. bf16 and fp16 are formats without one."""
-PLAIN_BYTES = {"bf16": 2, "fp16": 2}
-_PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_SCALE_BYTES = {"fp32": 4, "ue8m0": 1, "e4m3": 1}
+"""Elements that take a scale. bf16, fp16 and fp32 are formats without one."""
+PLAIN_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+PLAIN_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SCALE_BYTES = {"fp32": 4, "ue8m0": 1, "e4m3": 1}
+VECTOR_SCALE_BYTES = 4
 _E4M3_SMALLEST = 2.0**-9
 
 
@@ -71,7 +81,8 @@ _E4M3_SMALLEST = 2.0**-9
 class Format:
     """A storage format for index queries or keys. See the module docstring for what the fields mean.
 
-    `element` is a name of ELEMENTS, or "bf16"/"fp16", for which the other fields do not matter.
+    `element` is a name of ELEMENTS, or one of PLAIN_BYTES, for which the other fields do not matter. `str` gives the
+    short form that `diffcheck.grammar` reads.
     """
 
     element: str
@@ -85,7 +96,7 @@ class Format:
     def __post_init__(self) -> None:
         if self.element not in ELEMENTS and self.element not in PLAIN_BYTES:
             raise ValueError(f"element is {self.element!r}, expected one of {[*ELEMENTS, *PLAIN_BYTES]}")
-        choices = {"scale": _SCALE_BYTES, "rule": ("ceil", "floor", "nearest"), "ties": ("even", "down")}
+        choices = {"scale": SCALE_BYTES, "rule": ("ceil", "floor", "nearest"), "ties": ("even", "down")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {list(allowed)}")
@@ -94,7 +105,7 @@ class Format:
 
     @property
     def plain(self) -> bool:
-        """True for bf16 and fp16, which have no scale."""
+        """True for bf16, fp16 and fp32, which have no scale."""
         return self.element in PLAIN_BYTES
 
     def bytes_per_entry(self, dim: int) -> float:
@@ -102,34 +113,12 @@ class Format:
         if self.plain:
             return float(dim * PLAIN_BYTES[self.element])
         scales = -(-dim // self.block)
+        values = dim * ELEMENTS[self.element].bits / 8
+        if self.scale == "e4m3":
+            return values + scales * SCALE_BYTES["e4m3"] + VECTOR_SCALE_BYTES
         # cache pages give the only scale of a vector four bytes, also a power of two; several are packed as bytes
-        scale_bytes = 4 if scales == 1 else _SCALE_BYTES[self.scale]
-        return dim * ELEMENTS[self.element].bits / 8 + scales * scale_bytes
-
-    @staticmethod
-    def parse(text: str) -> Format:
-        """The format that `str` shows as `text`; ValueError for anything else.
-
-        A floor is shown with three digits; one that shows like the reference's is the reference's.
-        """
-        names, _, options = text.partition(":")
-        parts = names.split("/")
-        if len(parts) == 1 and not options:
-            return Format(element=names)
-        if len(parts) != 3 or not parts[1].isdecimal():
-            raise ValueError(f"format is {text!r}, expected ELEMENT/BLOCK/SCALE such as e4m3/128/fp32")
-        found: dict[str, Any] = {"element": parts[0], "block": int(parts[1]), "scale": parts[2]}
-        for option in options.split(",") if options else []:
-            key, equals, value = option.partition("=")
-            if key == "floor" and equals:
-                found["amax_floor"] = E2M1_AMAX_FLOOR if value == f"{E2M1_AMAX_FLOOR:.3g}" else float(value)
-            elif key == "ties" and equals:
-                found["ties"] = value
-            elif option == "reciprocal":
-                found["reciprocal"] = True
-            else:
-                found["rule"] = option
-        return Format(**found)
+        scale_bytes = 4 if scales == 1 else SCALE_BYTES[self.scale]
+        return values + scales * scale_bytes
 
     def __str__(self) -> str:
         if self.plain:
@@ -159,16 +148,18 @@ def round_to_grid(x: Tensor, element: Element, ties: Ties = "even") -> Tensor:
 
 
 def block_scales(amax: Tensor, fmt: Format) -> Tensor:
-    """Scale of each block from its largest magnitude (fp32, any shape); 0 only for amax 0 with no floor."""
+    """Scale of each block from its largest magnitude, fp32 [..., blocks of a vector].
+
+    It is 0 only for amax 0 with no floor.
+    """
     element = ELEMENTS[fmt.element]
+    if fmt.scale == "e4m3":
+        return _two_level_scales(amax, element, fmt.amax_floor)
     amax = amax.clamp_min(fmt.amax_floor)
     # by a tensor: on CUDA torch divides by a number as it multiplies by its reciprocal, an ulp off
     raw = amax / torch.full_like(amax, element.maximum)
     if fmt.scale == "fp32":
         return torch.where(amax.isfinite(), raw, torch.nan)
-    if fmt.scale == "e4m3":
-        scale = raw.clamp(_E4M3_SMALLEST, 448.0).to(torch.float8_e4m3fn).float()
-        return torch.where(amax.isfinite(), scale, torch.nan)
     smallest, largest = 2.0**-126, 2.0**127
     if fmt.rule == "ceil":
         scale = ceil_power_of_two(raw.clamp_min(smallest))
@@ -179,6 +170,19 @@ def block_scales(amax: Tensor, fmt: Format) -> Tensor:
     else:
         scale = floor_power_of_two((raw * 2**0.5).clamp_min(smallest))
     return scale.clamp(max=largest)
+
+
+def _two_level_scales(amax: Tensor, element: Element, floor: float) -> Tensor:
+    """e4m3 scales times the vector's fp32 one; a NaN or inf spoils its own block only."""
+    finite = amax.isfinite()
+    held = torch.where(finite, amax, 0.0)
+    largest = held.amax(-1, keepdim=True).clamp_min(floor)
+    vector = largest / torch.full_like(largest, E4M3_MAX * element.maximum)
+    # a vector of zeros without a floor has no scale, and one of subnormals may have none in fp32
+    safe = torch.where(vector == 0, 1.0, vector)
+    raw = held / torch.full_like(held, element.maximum) / safe
+    scale = raw.clamp(_E4M3_SMALLEST, E4M3_MAX).to(torch.float8_e4m3fn).float() * vector
+    return torch.where(finite, scale, torch.nan)
 
 
 def floor_power_of_two(x: Tensor) -> Tensor:
@@ -207,7 +211,7 @@ def quantise(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
 def fake_quantise(x: Tensor, fmt: Format) -> Tensor:
     """What a reader gets back after x was stored in `fmt`: fp32, same shape as x."""
     if fmt.plain:
-        return x.to(_PLAIN_DTYPES[fmt.element]).float()
+        return x.to(PLAIN_DTYPES[fmt.element]).float()
     grid, scale = quantise(x, fmt)
     values: Tensor = (grid.unflatten(-1, (-1, fmt.block)) * scale.unsqueeze(-1)).flatten(-2)
     return values

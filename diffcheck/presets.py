@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from .formats import BF16, E2M1_REFERENCE, FP16, Format
+from .grammar import parse_precision
 from .recipe import Recipe
-from .refimpl import IndexerConfig, InputError
+from .refimpl import IndexerConfig
 
 _E4M3_FP32 = Format(element="e4m3", block=128, scale="fp32", amax_floor=1e-4, reciprocal=True)
 _E4M3_P = Format(element="e4m3", block=128, scale="ue8m0", amax_floor=1e-4)
@@ -95,7 +96,10 @@ PRECISIONS = {
 
 
 def build(name: str, config: IndexerConfig) -> Recipe:
-    """The recipe of a preset or precision name for this checkpoint; InputError for an unknown name."""
+    """The recipe of a preset or precision, by name or spelled out (`diffcheck.grammar`), for this checkpoint.
+
+    InputError for anything else, with the column of the wrong character.
+    """
     reference = Recipe.reference(config)
     if name == "reference":
         return reference
@@ -105,5 +109,6 @@ def build(name: str, config: IndexerConfig) -> Recipe:
         return reference.replace(name="bf16", fp4=False)
     preset = {"fp8": "sglang-fp8", "fp4": "sglang-fp4"}.get(name, name)
     if preset not in CHANGES:
-        raise InputError(f"unknown precision or preset {name!r}, expected one of {', '.join([*PRECISIONS, *CHANGES])}")
+        names = [*PRECISIONS, *CHANGES]
+        return parse_precision(name, dim=config.index_head_dim, known=names).apply(reference)
     return reference.replace(name=name, **CHANGES[preset])

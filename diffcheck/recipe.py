@@ -15,10 +15,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from .custom import CustomFormat, Storage
 from .formats import BF16, E2M1_REFERENCE, Format
+from .grammar import parse_format
 from .refimpl import IndexerConfig, InputError, Yarn
 
 Rounding = Literal["none", "bf16", "fp16"]
+DIGEST_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +85,8 @@ class Recipe:
     k_fp4: bool = True
     q_fp4_format: Format = E2M1_REFERENCE
     k_fp4_format: Format = E2M1_REFERENCE
-    q_format: Format | None = BF16
-    k_format: Format | None = BF16
+    q_format: Storage | None = BF16
+    k_format: Storage | None = BF16
 
     round_pool_gemm: Rounding = "none"
     ape: bool = True
@@ -191,7 +194,7 @@ class Recipe:
                 raise InputError(f"recipe: unknown field {name!r}, expected one of {', '.join(cls.field_names())}")
             try:
                 if name.endswith("_format") and value is not None:
-                    value = Format.parse(value) if isinstance(value, str) else Format(**value)
+                    value = parse_format(value) if isinstance(value, str) else Format(**value)
                 elif name.endswith("_yarn") and value is not None:
                     value = Yarn(**value)
                 else:
@@ -234,7 +237,9 @@ TWO_SIDED = frozenset(
 
 
 def plain(value: Any) -> Any:
-    """A recipe field's value as plain JSON: formats by their short form, YaRN as an object."""
+    """A recipe field's value as plain JSON: formats by their short form (custom ones with a digest), YaRN an object."""
+    if isinstance(value, CustomFormat):
+        return f"{value} [{value.digest[:DIGEST_SHOWN]}]"
     if isinstance(value, Format):
         return str(value)
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value

@@ -17,7 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .formats import E2M1_REFERENCE, Format, fake_quantise
+from .custom import CustomFormat, Storage
+from .formats import E2M1_REFERENCE, PLAIN_DTYPES, Format, fake_quantise
 from .recipe import Recipe, Rounding
 from .refimpl import IndexerConfig, IndexerState, IndexerWeights, dequantise_weight
 from .refimpl.compressor import WINDOW, pool_windows, rms_norm, softmax_pool
@@ -157,13 +158,15 @@ def k_hadamard(call: Call, recipe: Recipe, inputs: dict[str, Tensor], rows: Tens
     return rounded(hadamard(wide(x, recipe)), recipe.round_k_hadamard) if recipe.k_hadamard else x
 
 
-def _stored(x: Tensor, fp4: Format | None, fmt: Format | None) -> Tensor:
-    """x after the FP4 step and storage, as the reader gets it: bf16/fp16 for plain formats, else fp32."""
+def _stored(x: Tensor, fp4: Format | None, fmt: Storage | None) -> Tensor:
+    """x after the FP4 step and storage, as the reader gets it: a plain format's own type, else fp32."""
     if fp4 is not None:
         x = (fp4_step(x) if fp4 == E2M1_REFERENCE else fake_quantise(x, fp4)).bfloat16()
     if fmt is None:
         return x
-    return x.to(_ROUNDED[fmt.element]) if fmt.plain else fake_quantise(x, fmt)
+    if isinstance(fmt, CustomFormat):
+        return fmt.fake_quantise(x)
+    return x.to(PLAIN_DTYPES[fmt.element]) if fmt.plain else fake_quantise(x, fmt)
 
 
 def q_quant(call: Call, recipe: Recipe, inputs: dict[str, Tensor], rows: Tensor) -> Tensor:

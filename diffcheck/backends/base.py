@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..custom import CustomFormat
 from ..formats import Format
 from ..pipeline import Pipeline
 from ..recipe import EMULATED_ONLY, Recipe
@@ -43,7 +44,7 @@ class KeyCache:
 
 def shown(value: Any) -> str:
     """A recipe field's value in a message; a format by its short form."""
-    return str(value) if isinstance(value, Format) else repr(value)
+    return str(value) if isinstance(value, Format | CustomFormat) else repr(value)
 
 
 def fixed_refusal(recipe: Recipe, fixed: Mapping[str, Any], who: str = "the kernel") -> str | None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from ..formats import Format
+from ..custom import CustomFormat, Storage
 from ..packages import installed_version, present
 from ..recipe import Recipe
 from ..refimpl import IndexerConfig
@@ -150,10 +150,12 @@ def logits_refusal(recipe: Recipe, config: IndexerConfig) -> str | None:
     return next((f"{side}: {why}" for side, fmt in formats.items() if (why := format_refusal(fmt))), None)
 
 
-def format_refusal(fmt: Format | None) -> str | None:
+def format_refusal(fmt: Storage | None) -> str | None:
     """Why DeepGEMM's fp8 logits cannot read a storage format; None if they can. Both scale types are stored as fp32."""
     if fmt is None:
         return "unquantised values have no cache format"
+    if isinstance(fmt, CustomFormat):
+        return f"the kernel scores e4m3 with one scale per 128, not {fmt}"
     if fmt.element == "e2m1":
         return f"DeepGEMM scores e2m1 on compute capability 10 only, which is not supported here ({fmt})"
     if fmt.element != "e4m3" or fmt.block != 128 or fmt.scale not in ("fp32", "ue8m0"):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..custom import CustomFormat, Storage
 from ..formats import Format, quantise
 from ..pipeline import Pipeline
 from ..recipe import Recipe
@@ -66,7 +67,7 @@ class EmulatedKernels:
         """The emulated keys, encoded and written to pages in shuffled order."""
         from .. import kernels
 
-        assert recipe.k_format is not None, "refused before"
+        assert isinstance(recipe.k_format, Format), "refused before"
         keys = pipeline.stage(recipe.replace(k_format=None), "k_quant")
         codes, scales = encode(keys, recipe.k_format)
         table, slots = shuffled_slots(len(codes), codes.device)
@@ -78,7 +79,7 @@ class EmulatedKernels:
         """The emulated queries, encoded, and gates with an e4m3 query's scale folded in."""
         from .. import kernels
 
-        assert recipe.q_format is not None, "refused before"
+        assert isinstance(recipe.q_format, Format), "refused before"
         codes, scales = encode(pipeline.stage(recipe.replace(q_format=None), "q_quant"), recipe.q_format)
         gate = pipeline.stage(recipe, "gate").float()
         if recipe.q_format.element == "e4m3" and scales is not None:
@@ -103,10 +104,12 @@ class EmulatedKernels:
         return select_topk(scores, visible.long(), k)
 
 
-def not_storable(fmt: Format | None) -> str | None:
+def not_storable(fmt: Storage | None) -> str | None:
     """Why a format has no page layout here; None for e4m3/128, e2m1/32/ue8m0 and bf16."""
     if fmt is None:
         return "unquantised values have no cache format"
+    if isinstance(fmt, CustomFormat):
+        return f"no cache page holds {fmt}"
     known = {"bf16": True, "e4m3": fmt.block == 128, "e2m1": fmt.block == 32 and fmt.scale == "ue8m0"}
     return None if known.get(fmt.element) else f"no cache page holds {fmt}"
 

@@ -7,12 +7,12 @@ or function without arguments that makes one.
 
 from __future__ import annotations
 
-import importlib.util
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..loading import load_object
 from .base import STEPS, Backend, Kernels
 from .chain import Chain
 from .deep_gemm import DeepGemmKernels
@@ -57,7 +57,8 @@ def find_backend(name: str) -> Backend:
     """
     path, _, attribute = name.rpartition(":")
     if path.endswith(".py"):
-        return as_backend(attribute, _load(Path(path), attribute))
+        made = load_object(Path(path), attribute, what="--backend", expected="a backend or kernels")
+        return as_backend(attribute, made)
     builtin = builtin_backends()
     if name in builtin:
         return builtin[name]
@@ -74,22 +75,6 @@ def _offered(point: EntryPoint) -> Backend:
     except Exception as error:
         said = " ".join(str(error).split())
         raise InputError(f"backend {point.name} ({point.value}) cannot be loaded: {said}") from None
-
-
-def _load(path: Path, attribute: str) -> Any:
-    if not path.is_file():
-        raise InputError(f"--backend: {path}: no such file, expected path.py:object")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None, "a .py file has a loader"
-    assert spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        return getattr(module, attribute)
-    except AttributeError:
-        raise InputError(f"--backend: {path} has no {attribute!r}, expected a backend or kernels") from None
-    except Exception as error:
-        raise InputError(f"--backend: {path} cannot be loaded: {type(error).__name__}: {error}") from None
 
 
 def as_backend(name: str, offered: Any) -> Backend:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from ..formats import Format
 from ..packages import installed_version, present
 from ..pipeline import Pipeline
 from ..recipe import Recipe
@@ -121,7 +122,7 @@ class SglangKernels:
         """Pool and store all entries, into pages in shuffled order."""
         from .. import kernels
 
-        assert recipe.k_format is not None, "refused before"
+        assert isinstance(recipe.k_format, Format), "refused before"
         call, device, fmt = pipeline.call, pipeline.call.x.device, recipe.k_format.element
         assert call.start == 0, "a run starts at token 0"
         sglang = _sglang()
@@ -167,7 +168,7 @@ class SglangKernels:
         """
         from .. import kernels
 
-        assert recipe.q_format is not None, "refused before"
+        assert isinstance(recipe.q_format, Format), "refused before"
         device = pipeline.call.x.device
         sglang = _sglang()
         q, gate = (pipeline.stage(recipe, name).contiguous() for name in ("q", "gate_gemm"))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from ..custom import CustomFormat, Storage
 from ..formats import Format
 from ..packages import installed_version, present
 from ..pipeline import Pipeline
@@ -60,8 +61,8 @@ class TritonKernels:
         except ValueError as error:
             return str(error)
         if step == "logits":
-            assert recipe.q_format is not None, "kernel_format refuses None"
-            assert recipe.k_format is not None, "kernel_format refuses None"
+            assert isinstance(recipe.q_format, Format), "kernel_format refuses others"
+            assert isinstance(recipe.k_format, Format), "kernel_format refuses others"
             pair = (recipe.q_format.element, recipe.k_format.element)
             if pair not in (("e4m3", "e4m3"), ("e4m3", "bf16"), ("bf16", "bf16"), ("e2m1", "e2m1")):
                 return f"no kernel scores {pair[0]} queries against {pair[1]} keys"
@@ -149,10 +150,12 @@ BF16_ONLY: dict[str, tuple[str, ...]] = {
 """Roundings that a step's kernel can do to bf16 or not at all."""
 
 
-def kernel_format(fmt: Format | None) -> dict[str, Any]:
+def kernel_format(fmt: Storage | None) -> dict[str, Any]:
     """The kernels' arguments for a storage format; ValueError names what no kernel stores."""
     if fmt is None:
         raise ValueError("unquantised values have no cache format")
+    if isinstance(fmt, CustomFormat):
+        raise ValueError(f"no kernel stores {fmt}")
     if fmt.element == "bf16":
         return {"fmt": "bf16"}
     known = {"e4m3": (128, ("fp32", "ue8m0")), "e2m1": (32, ("ue8m0",))}

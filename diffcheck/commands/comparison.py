@@ -23,6 +23,7 @@ from .options import (
     Thetas,
     layer_numbers,
     split,
+    split_precisions,
 )
 from .output import check_writable, say, stdout, without_nan, write_json
 from .reports import ReportFiles
@@ -102,8 +103,8 @@ def run(
     from .running import measure
 
     options = Options(
-        checkpoint=checkpoint, layers=layer_numbers(layers), precisions=split(precision), thetas=split(theta),
-        recipe_files=recipe or [], backend=backend, length=length, queries=queries, trace=trace,
+        checkpoint=checkpoint, layers=layer_numbers(layers), precisions=split_precisions(precision),
+        thetas=split(theta), recipe_files=recipe or [], backend=backend, length=length, queries=queries, trace=trace,
         request=request,
         needle_depth=needle_depth, needle_strength=needle_strength, device=device, seed=seed,
     )  # fmt: skip
@@ -182,7 +183,7 @@ def marginal(
     from ..needle.marginal_report import MarginalOptions, measure, render
 
     options = MarginalOptions(
-        checkpoint=checkpoint, trace=trace, layers=layer_numbers(layers), precisions=split(precision),
+        checkpoint=checkpoint, trace=trace, layers=layer_numbers(layers), precisions=split_precisions(precision),
         thetas=split(theta), recipe_files=recipe or [], trials=trials,
         strengths=None if strengths is None else split(strengths), length=length, seed=seed, device=device,
     )  # fmt: skip

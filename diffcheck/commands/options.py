@@ -12,7 +12,9 @@ from ..errors import InputError
 Checkpoint = Annotated[Path, typer.Option(help="Checkpoint directory in the released DeepSeek-V4 layout.")]
 Layers = Annotated[str, typer.Option(help="all, or layer numbers such as 2,4.")]
 IndexerLayers = Annotated[str, typer.Option(help="all indexer layers, or numbers such as 2,4.")]
-Precisions = Annotated[str, typer.Option(help="Precisions and presets, comma separated.")]
+Precisions = Annotated[
+    str, typer.Option(help="Precisions: names, presets, or formats such as qat+e4m3/128/ue8m0; comma separated.")
+]
 Thetas = Annotated[str, typer.Option(help="RoPE thetas: checkpoint, NUMBER, NUMBER:noyarn.")]
 RecipeFiles = Annotated[list[Path] | None, typer.Option(help="TOML file with one more recipe; repeatable.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
@@ -28,6 +30,13 @@ Metrics = Annotated[
 def split(text: str) -> list[str]:
     """Parts of a comma separated list, without blanks."""
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def split_precisions(text: str) -> list[str]:
+    """The precisions of a list; a comma inside one (`k=…,q=…`, options of a format) does not end it."""
+    from ..grammar import split_precisions as split_spelled
+
+    return split_spelled(text)
 
 
 def layer_numbers(text: str) -> list[int] | None:

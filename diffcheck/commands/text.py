@@ -9,7 +9,17 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
-from .options import Checkpoint, Device, IndexerLayers, Precisions, RecipeFiles, Thetas, layer_numbers, split
+from .options import (
+    Checkpoint,
+    Device,
+    IndexerLayers,
+    Precisions,
+    RecipeFiles,
+    Thetas,
+    layer_numbers,
+    split,
+    split_precisions,
+)
 from .output import check_writable, say, stdout, write_json
 
 
@@ -90,7 +100,8 @@ def needle(
     options = NeedleOptions(
         checkpoint=checkpoint, needles=needle or [], questions=question or [], config=config, haystack=haystack,
         lengths=None if lengths is None else split(lengths),
-        depths=None if depths is None else split(depths), layers=layer_numbers(layers), precisions=split(precision),
+        depths=None if depths is None else split(depths), layers=layer_numbers(layers),
+        precisions=split_precisions(precision),
         thetas=split(theta), recipe_files=recipe or [], run_dir=run_dir, device=device,
     )  # fmt: skip
     if json_file is not None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError
-from .options import Checkpoint, Layers, layer_numbers, split
+from .options import Checkpoint, Layers, layer_numbers, split, split_precisions
 from .output import check_writable, say, stdout, write_json
 
 
@@ -30,6 +30,29 @@ def inspect(
         write_json(json_file, {"schema_version": 1} | inspection.to_json())
     if inspection.errors:
         raise typer.Exit(2)
+
+
+def memory(
+    checkpoint: Annotated[Path, typer.Option(help="Checkpoint directory, or a config.json; no tensor is read.")],
+    precision: Annotated[
+        str, typer.Option(help="Precisions whose index keys are counted; others are compared with the first.")
+    ] = "e4m3/128/fp32,bf16,e2m1/32/ue8m0",
+    context: Annotated[int, typer.Option(help="Tokens of the context that is added up.")] = 524_288,
+    chunk: Annotated[int, typer.Option(help="Queries of a prefill chunk, for its logits.")] = 8192,
+    kv_entry: Annotated[
+        int | None, typer.Option(help="Bytes of a main cache entry; default: e4m3 with bf16 RoPE dims.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every term to this file.")] = None,
+) -> None:
+    """Print what index keys cost: bytes per entry, token and context, and the slots they take, from config.json."""
+    from ..memory import document, measure, render
+
+    if json_file is not None:
+        check_writable(json_file)
+    counted = measure(checkpoint, split_precisions(precision), context=context, chunk=chunk, kv_entry=kv_entry)
+    render(stdout(), counted)
+    if json_file is not None:
+        write_json(json_file, document(counted))
 
 
 def backends(

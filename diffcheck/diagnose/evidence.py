@@ -135,7 +135,8 @@ def declared_recipe(option: str | None, metadata: dict[str, str], config: Indexe
     from ..cases import load_recipe
 
     if option is not None:
-        return load_recipe(Path(option), config) if option.endswith(".toml") or "/" in option else build(option, config)
+        is_file = option.endswith(".toml") or Path(option).is_file()
+        return load_recipe(Path(option), config) if is_file else build(option, config)
     text = metadata.get("recipe", "").strip()
     if not text:
         return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..formats import quantise
+from ..formats import Format, quantise
 from .distance import HIDDEN_SCORE, Distance, distance
 from .rescaling import FEW_ULPS, row_scale
 
@@ -118,7 +118,7 @@ def _gates(engine: Engine) -> list[Tensor]:
 def _query_scales(engine: Engine) -> Tensor | None:
     """The scale [rows, H] that the recipe's q format gives each query, where it gives one."""
     fmt = engine.recipe.q_format
-    if fmt is None or fmt.plain or fmt.block != engine.evidence.config.index_head_dim:
+    if not isinstance(fmt, Format) or fmt.plain or fmt.block != engine.evidence.config.index_head_dim:
         return None
     before = engine.observed.get("q_hadamard")
     if before is None:

@@ -4,7 +4,7 @@ Streamed: one layer's weights in memory at a time, experts dequantised only wher
 by layer; `REFERENCE` has the published roundings, `EXACT` is the same function in plain fp32.
 """
 
-from .attention import AttentionRecord
+from .attention import AttentionRecord, Select
 from .config import ModelConfig
 from .stack import LayerResult, Load, embed, logits, run_layer, run_model, stream_layers
 from .weights import EXACT, REFERENCE, LayerWeights, Numerics
@@ -18,6 +18,7 @@ __all__ = [
     "Load",
     "ModelConfig",
     "Numerics",
+    "Select",
     "embed",
     "logits",
     "run_layer",

@@ -13,6 +13,7 @@ D head dim, N slots (keys that one query may read, -1 for none), E compressed en
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from ..config import INDEXER_RATIO
 from ..indexer import run_indexer
 from ..linear import ROW_TILE, row_tiled_product
 from ..rotation import apply_rope, inverse_frequencies, rope_table
+from ..weights import IndexerWeights
 from .config import ModelConfig
 from .exact import exact_selection
 from .weights import LayerWeights, Linear, Numerics
@@ -31,6 +33,10 @@ BUDGET_BYTES = 1 << 30
 """How much the temporaries of a block of query rows may take."""
 MASS_ROWS = 16
 """Query rows whose logits against all entries exist at once."""
+
+
+Select = Callable[[int, IndexerWeights, Tensor, Tensor], Tensor]
+"""(layer, weights, x [T, hidden], qr [T, q_lora]) -> selected entries int64 [T, min(k, E)], -1 where empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +60,12 @@ def attention(
     x: Tensor,
     numerics: Numerics,
     mass_queries: Tensor | None = None,
+    select: Select | None = None,
 ) -> tuple[Tensor, AttentionRecord]:
-    """The block's output [T, hidden] for x [T, hidden] from position 0 on; mass_queries: token positions, int64."""
+    """The block's output [T, hidden] for x [T, hidden] from position 0 on; mass_queries: token positions, int64.
+
+    select: what chooses the entries instead of the reference's indexer.
+    """
     c, ratio = config.indexer, config.ratio(layer)
     theta, yarn = config.rope(layer)
     inv_freq = inverse_frequencies(theta, c.rope_head_dim, yarn)
@@ -69,7 +79,9 @@ def attention(
     if ratio:
         compressed = compress(config, layer, weights, x, inv_freq, numerics)
     if ratio == INDEXER_RATIO:
-        if numerics.rounded:
+        if select is not None:
+            topk = select(layer, weights.indexer(), x, qr)
+        elif numerics.rounded:
             topk = run_indexer(c, weights.indexer(), x, qr)["topk"]
         else:
             topk = exact_selection(c, weights.indexer(), x, qr)

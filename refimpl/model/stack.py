@@ -22,7 +22,7 @@ from torch import Tensor
 from ..compressor import rms_norm
 from ..errors import InputError
 from ..linear import exact_matmul, row_tiled_product
-from .attention import AttentionRecord, attention
+from .attention import AttentionRecord, Select, attention
 from .config import ModelConfig
 from .experts import feed_forward
 from .hyper import block_input, block_output, head_input
@@ -63,16 +63,18 @@ def run_layer(
     *,
     numerics: Numerics = REFERENCE,
     mass_queries: Tensor | None = None,
+    select: Select | None = None,
 ) -> LayerResult:
     """One layer on streams [T, S, C] of token ids [T], a whole text from position 0 on.
 
     Weights, streams and tokens are on one device. mass_queries: token positions whose attention mass is recorded.
+    select: what chooses the entries instead of the reference's indexer.
     """
     eps, width = config.indexer.rms_norm_eps, config.indexer.hidden_size
     with torch.no_grad(), exact_matmul():
         mixed, post, comb = block_input(config, weights, "attn", streams, numerics)
         x = numerics.round(rms_norm(mixed, weights.fp32("attn_norm.weight", width), eps))
-        out, record = attention(config, layer, weights, x, numerics, mass_queries)
+        out, record = attention(config, layer, weights, x, numerics, mass_queries, select)
         streams = block_output(streams, out, post, comb, numerics)
         mixed, post, comb = block_input(config, weights, "ffn", streams, numerics)
         x = numerics.round(rms_norm(mixed, weights.fp32("ffn_norm.weight", width), eps))
@@ -114,10 +116,12 @@ def run_model(
     device: torch.device | str = "cpu",
     numerics: Numerics = REFERENCE,
     mass_queries: Tensor | None = None,
+    select: Select | None = None,
 ) -> Iterator[LayerResult]:
     """Run `layers` (all by default) on token ids int64 [T]; yields each layer's result as it is done.
 
-    `streams` are those after the layer before the first one; without them the text starts at its embedding.
+    `streams` are those after the layer before the first one; without them the text starts at its embedding. select:
+    what chooses the entries in layers of ratio 4 instead of the reference's indexer.
     """
     layers = range(config.layers) if layers is None else layers
     tokens = tokens.to(device)
@@ -127,7 +131,9 @@ def run_model(
         streams = embed(config, LayerWeights(load(None), config, "top"), tokens, numerics)
     streams = streams.to(device)
     for layer, weights in stream_layers(config, load, layers, device):
-        result = run_layer(config, layer, weights, streams, tokens, numerics=numerics, mass_queries=mass_queries)
+        result = run_layer(
+            config, layer, weights, streams, tokens, numerics=numerics, mass_queries=mass_queries, select=select
+        )
         del weights
         streams = result.streams
         yield result

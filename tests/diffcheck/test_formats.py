@@ -36,14 +36,15 @@ DTYPES = {
     "e2m3": ml_dtypes.float6_e2m3fn,
     "e3m2": ml_dtypes.float6_e3m2fn,
 }
+INTEGERS = {"int8": 127.0, "int4": 7.0}
 E4M3_P = Format(element="e4m3", block=128, scale="ue8m0")
 E4M3_FP32 = Format(element="e4m3", block=128, scale="fp32")
 
 
 def grid(name):
     """All finite values of an element, fp64, ascending."""
-    if name == "int8":
-        return np.arange(-127.0, 128.0)
+    if name in INTEGERS:
+        return np.arange(-INTEGERS[name], INTEGERS[name] + 1)
     codes = np.arange(2 ** ELEMENTS[name].bits, dtype=np.uint8).view(DTYPES[name]).astype(np.float64)
     return np.unique(codes[np.isfinite(codes)])
 
@@ -84,7 +85,7 @@ def test_ties_even(awkward, name):
     element = ELEMENTS[name]
     x = np.concatenate((np.clip(awkward, -element.maximum, element.maximum), near_midpoints(name)))
     with np.errstate(invalid="ignore"):
-        want = np.rint(x) if name == "int8" else x.astype(DTYPES[name]).astype(np.float32)
+        want = np.rint(x) if name in INTEGERS else x.astype(DTYPES[name]).astype(np.float32)
     want = np.where(np.isnan(x), np.nan, want)
     assert same(round_to_grid(torch.from_numpy(x), element, "even"), want)
 
@@ -125,9 +126,6 @@ def exact_scale(amax, fmt):
     raw = np.float32(amax) / np.float32(largest)
     if fmt.scale == "fp32":
         return float(raw)
-    if fmt.scale == "e4m3":
-        clipped = np.clip(raw, np.float32(2.0**-9), np.float32(448))
-        return float(clipped.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
     if fmt.rule == "floor":
         _, exponent = np.frexp(np.maximum(np.float64(amax), 2.0**-149))
         _, top = np.frexp(np.float64(largest))
@@ -135,6 +133,15 @@ def exact_scale(amax, fmt):
     mantissa, exponent = np.frexp(np.maximum(np.float64(raw), 2.0**-126))  # = m * 2^e, 0.5 <= m < 1
     up = mantissa > 0.5 if fmt.rule == "ceil" else mantissa >= 2**-0.5
     return float(np.ldexp(1.0, max(int(exponent) - 1 + int(up), -126)))
+
+
+def two_level_scales(amax, fmt):
+    """Scales fp32 of one vector's blocks as NVFP4 has them: e4m3 by ml_dtypes, under one fp32 scale of the vector."""
+    largest = ELEMENTS[fmt.element].maximum
+    vector = np.maximum(amax.max(), np.float32(fmt.amax_floor)) / np.float32(448 * largest)
+    with np.errstate(invalid="ignore"):
+        raw = amax / np.float32(largest) / (vector if vector else np.float32(1))
+    return np.clip(raw, 2.0**-9, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * vector
 
 
 def block_maxima(rng, count):
@@ -150,7 +157,6 @@ def test_scales_of_every_rule(element, floor):
     amax = block_maxima(np.random.default_rng(1), 1500)
     for scale, rule in [
         ("fp32", "ceil"),
-        ("e4m3", "ceil"),
         *(("ue8m0", r) for r in ("ceil", "floor", "nearest")),
     ]:
         fmt = Format(element=element, block=32, scale=scale, rule=rule, amax_floor=floor)
@@ -178,8 +184,10 @@ def loop(row, fmt):
     """fake_quantise of one fp32 row, block by block, in numpy."""
     element, values = ELEMENTS[fmt.element], grid(fmt.element)
     out = []
-    for block in row.reshape(-1, fmt.block):
-        scale = np.float32(exact_scale(np.abs(block).max(), fmt))
+    blocks = row.reshape(-1, fmt.block)
+    two_level = two_level_scales(np.abs(blocks).max(axis=1), fmt) if fmt.scale == "e4m3" else None
+    for number, block in enumerate(blocks):
+        scale = np.float32(exact_scale(np.abs(block).max(), fmt)) if two_level is None else two_level[number]
         with np.errstate(all="ignore"):
             divisor = np.float32(1) if scale == 0 else scale
             ratio = block * (np.float32(1) / divisor) if fmt.reciprocal else block / divisor
@@ -222,6 +230,19 @@ def test_whole_blocks_against_a_loop(element, ties):
         got = fake_quantise(torch.from_numpy(data), fmt)
         for row, result in zip(data, got, strict=True):
             assert same(result, loop(row, fmt)), f"{fmt}"
+
+
+@pytest.mark.parametrize("size", [2.0**-60, 1e-3, 1.0, 2.0**60])
+def test_two_level_scales_follow_the_size_of_a_vector(size):
+    """A single e4m3 scale would overflow or vanish; the error of two levels is the same at every size."""
+    x = torch.randn(500, 128, generator=torch.Generator().manual_seed(0)) * size
+    fmt = Format(element="e2m1", block=16, scale="e4m3", amax_floor=0.0)
+    error = float((fake_quantise(x, fmt) - x).double().norm() / x.double().norm())
+    assert 0.09 < error < 0.10
+    scale = quantise(x, fmt)[1]
+    top = scale.amax(-1) * 6 / x.abs().amax(-1)  # the block with the largest magnitude has 448, exactly
+    assert torch.allclose(top, torch.ones_like(top), rtol=1e-6)
+    assert len((scale / scale.amax(-1, keepdim=True) * 448).unique()) < 200  # e4m3 has 126 positive values
 
 
 def test_codes_times_scale_is_the_value_and_codes_are_on_the_grid():
@@ -315,15 +336,18 @@ def test_plain_formats_round_once(awkward):
     with np.errstate(all="ignore"):
         assert same(fake_quantise(x, BF16), awkward.astype(ml_dtypes.bfloat16))
         assert same(fake_quantise(x, FP16), awkward.astype(np.float16))
+    assert same(fake_quantise(x, Format(element="fp32")), awkward)
 
 
 def test_bytes_per_entry():
     """Cache pages store a vector's one scale in four bytes, also a power of two, and several as bytes."""
     assert BF16.bytes_per_entry(128) == FP16.bytes_per_entry(128) == 256
+    assert Format(element="fp32").bytes_per_entry(128) == 512
+    assert Format(element="int4", block=32, scale="fp32").bytes_per_entry(128) == 64 + 16
     assert E4M3_P.bytes_per_entry(128) == E4M3_FP32.bytes_per_entry(128) == 132
     assert E2M1_REFERENCE.bytes_per_entry(128) == 68
     assert Format(element="e3m2", block=32, scale="ue8m0").bytes_per_entry(128) == 100
-    assert Format(element="e2m1", block=16, scale="e4m3").bytes_per_entry(128) == 72
+    assert Format(element="e2m1", block=16, scale="e4m3").bytes_per_entry(128) == 64 + 8 + 4
     assert Format(element="e4m3", block=32, scale="fp32").bytes_per_entry(128) == 144
 
 
