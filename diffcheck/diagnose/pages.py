@@ -211,8 +211,9 @@ def _best_in_page(keys: Tensor, target: Tensor) -> Tensor:
         torch.nn.functional.pad(torch.nn.functional.normalize(x.nan_to_num(0.0), dim=1), padding)
         for x in (keys, target)
     )
-    products = mine.unflatten(0, (-1, PAGE)) @ expected.unflatten(0, (-1, PAGE)).transpose(1, 2)
-    return products.amax(2).flatten()[: len(keys)]
+    pages, places = (x.unflatten(0, (-1, PAGE)) for x in (mine, expected))
+    best: Tensor = (pages @ places.transpose(1, 2)).amax(2)
+    return best.flatten()[: len(keys)]
 
 
 def _zeros(report: PageReport, where: Tensor, zero: Tensor, judged: Tensor) -> None:
