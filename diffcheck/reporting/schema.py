@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import InputError
 
 SCHEMA_VERSION = 1
-COMMANDS = ("run", "compare", "diagnose", "marginal", "needle", "inspect", "bench")
+COMMANDS = ("run", "compare", "diagnose", "marginal", "needle", "sweep", "memory", "inspect", "bench")
 
 
 def load_schema(command: str) -> dict[str, Any]:

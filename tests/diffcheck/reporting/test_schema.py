@@ -110,6 +110,28 @@ def test_every_gate_field_is_in_the_schema():
     assert set(NUMERIC_FIELDS) <= set(properties)
 
 
+def test_a_sweep_and_its_bytes(cli, mini, tmp_path):
+    out, space = tmp_path / "out.json", tmp_path / "space.toml"
+    space.write_text('also = ["bf16", "fp8", "qat+e2m1/32/ue8m0"]\n')
+    options = ("--layers", "4", "--rows", "24", "--halvings", "0")
+    assert cli("sweep", "--checkpoint", mini, "--space", space, *options, "--json", out)[0] == 0
+    found = json.loads(out.read_text())
+    assert errors("sweep", found) == []
+    found["recipes"][0]["logits"] = {
+        "layout": "e4m3",
+        "shape": "decode:8x64",
+        "backend": "triton",
+        "ms": None,
+        "reason": "slow",
+    }
+    assert len(errors("sweep", found)) == 1
+    assert cli("memory", "--checkpoint", mini, "--json", out)[0] == 0
+    found = json.loads(out.read_text())
+    assert errors("memory", found) == []
+    del found["main_entry"]
+    assert errors("memory", found) == [": 'main_entry' is a required property"]
+
+
 MUTANTS = [
     (lambda d: d["cases"][0].pop("jaccard"), "'jaccard' is a required property"),
     (lambda d: d["cases"][0].update(jacard=1.0), "'jacard' was unexpected"),
@@ -156,5 +178,6 @@ def test_schema_command(cli):
     status, _, err = cli("schema", "backends")
     assert status == 2
     assert err.strip() == (
-        "diffcheck: schema: 'backends', expected one of run, compare, diagnose, marginal, needle, inspect, bench"
+        "diffcheck: schema: 'backends', expected one of run, compare, diagnose, marginal, needle, sweep, memory, "
+        "inspect, bench"
     )
