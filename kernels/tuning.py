@@ -65,9 +65,9 @@ class Hopper:
     )
     """Pages in flight of one program."""
     decode_sums: dict[str, bool] = field(
-        default_factory=lambda: {"e4m3": False, "e4m3 exact": False, "bf16": False, "e2m1": True, "e2m1 exact": True}
+        default_factory=lambda: {"e4m3": False, "e4m3 exact": True, "bf16": False, "e2m1": True, "e2m1 exact": True}
     )
-    """Whether relu is a sum, see `hopper.score_of`: where the integer pipe is the busiest."""
+    """Whether relu is a sum, see `hopper.score_of`: where registers are unpacked, on the pipe of the maximum."""
     decode_programs: dict[str, int] = field(
         default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 5, "e2m1 exact": 5}
     )
