@@ -258,8 +258,8 @@ def topk(
     not exist. out: int32 [M, k] to write to instead of a new tensor.
 
     Equal scores: the lower column wins. -0.0 equals 0.0; -inf is a score like any other; NaN ranks below
-    -inf, and a visible NaN is taken before a place is left empty. Working memory: at most LISTS_BYTES, a quarter more
-    where rows are shared. Raises ValueError for other shapes or dtypes.
+    -inf, and a visible NaN is taken before a place is left empty. Working memory: at most LISTS_BYTES, half as much
+    again where rows are shared. Raises ValueError for other shapes or dtypes.
     """
     if k < 1:
         raise ValueError(f"k is {k}, expected at least 1")

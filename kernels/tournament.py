@@ -82,7 +82,7 @@ def tournament_kernel(
             start = tl.load(starts_ptr + row)
         stop = tl.minimum(start + tl.load(lengths_ptr + row), columns)
         column = tl.program_id(0) * WIDTH + place
-        seen = (column >= start) & (column < stop) & (column >= 0)
+        seen = (column >= start) & (column < stop)
         x = tl.load(scores_ptr + row * row_stride + column, mask=seen, other=0.0)
         key = tl.where(seen, order_keys(x), LOWEST)
     else:

@@ -92,9 +92,11 @@ PLAIN = {
 
 
 def programs(device: torch.device, each: int, blocks: int) -> int:
-    """Programs to launch for so many blocks of work: `each` on every multiprocessor; interpreted, one a block."""
+    """Programs to launch for so many blocks of work: `each` on every multiprocessor; interpreted, so few that their
+    loops turn.
+    """
     if device.type != "cuda":
-        return blocks
+        return min(blocks, 3)
     return min(blocks, each * torch.cuda.get_device_properties(device).multi_processor_count)
 
 
