@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ hypothesis.settings.register_profile("diffcheck", deadline=None, derandomize="CI
 hypothesis.settings.load_profile("diffcheck")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+# a shell that starts the tests in the background has them and their children ignore interrupts, which some tests send
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
