@@ -162,7 +162,8 @@ def _attend_all(
     sink = weights.fp32("attn.attn_sink", heads)
     wo_a = _wo_a(config, weights)
     wo_b = weights.linear("attn.wo_b", config.indexer.hidden_size, groups * config.o_lora_rank)
-    slots_a_row = config.sliding_window + (keys.shape[0] - tokens if topk is None else config.indexer.index_topk)
+    chosen = keys.shape[0] - tokens if topk is None else max(topk.shape[1], config.indexer.index_topk)
+    slots_a_row = config.sliding_window + chosen
     row_bytes = 4 * (slots_a_row * (dim + 3 * heads) + 6 * heads * dim)
     block = max(1, BUDGET_BYTES // row_bytes // ROW_TILE) * ROW_TILE
     out = []
@@ -194,7 +195,7 @@ def _slots(
     if topk is not None:
         chosen = topk[positions]
         # a fixed width, so that a row's bits do not depend on the length of the text
-        missing = config.indexer.index_topk - chosen.shape[1]
+        missing = max(0, config.indexer.index_topk - chosen.shape[1])
         chosen = torch.nn.functional.pad(chosen, (0, missing), value=-1)
     else:
         entry = torch.arange(entries, device=positions.device).expand(len(positions), -1)
