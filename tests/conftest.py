@@ -1,6 +1,7 @@
 """What all tests share: one torch thread a worker (the workers already use the cores), and helper modules."""
 
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -66,9 +67,20 @@ def numpy_layer():
 
 
 @pytest.fixture(scope="session")
-def mini() -> Path:
-    """The trained miniature checkpoint with its trace."""
-    return Path(__file__).parent.parent / "fixtures" / "mini-v4"
+def mini(tmp_path_factory) -> Path:
+    """The trained miniature with its trace, but that it selects 64 entries.
+
+    Trained to select 8, it has hardly a tail of the selection, which the tests of overlaps, ties and single swaps need.
+    """
+    trained = Path(__file__).parent.parent / "fixtures" / "mini-v4"
+    directory = tmp_path_factory.mktemp("checkpoint") / trained.name
+    directory.mkdir()
+    for path in trained.iterdir():
+        if path.name != "config.json":
+            (directory / path.name).symlink_to(path)
+    config = json.loads((trained / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"index_topk": 64}))
+    return directory
 
 
 @pytest.fixture

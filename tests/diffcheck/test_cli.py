@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ def test_short_input_is_called_vacuous(cli, mini):
 
 
 def test_recipe_file_and_synthetic_needles(cli, mini, tmp_path):
-    recipe = mini.parent / "recipes" / "hadamard-on-queries-only.toml"
+    recipe = Path(__file__).parents[2] / "fixtures" / "recipes" / "hadamard-on-queries-only.toml"
     status, out, _ = cli(
         "run", "--checkpoint", mini, *QUICK, "--recipe", recipe, "--length", "1500",
         "--needle-depth", "0.5", "--needle-strength", "0.5",

@@ -52,10 +52,10 @@ def test_without_the_package(mini, monkeypatch):
         Tokeniser(mini)
 
 
-def test_without_the_tokeniser_file(mini, tmp_path):
+def test_without_the_tokeniser_file(tmp_path):
     pytest.importorskip("tokenizers")
     with pytest.raises(InputError, match=r"tokenizer\.json: no such file"):
-        Tokeniser(mini)
+        Tokeniser(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match=r"tokenizer\.json: not readable as a tokeniser"):
         Tokeniser(tmp_path)

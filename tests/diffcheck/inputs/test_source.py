@@ -46,7 +46,7 @@ def test_trained_checkpoint(mini):
         assert torch.equal(inputs.x, traces[layer]["x"])
         assert torch.equal(inputs.qr, traces[layer]["qr"])
         assert (inputs.start, inputs.length, inputs.notes) == (0, 4096, ())
-        assert len(inputs.needles) == 16
+        assert len(inputs.needles) > 64, "all records of the keys that are asked"
         assert "mini-v4" in inputs.source
         for needle, first in zip(inputs.needles, traces[layer].shared["needle_positions"].tolist(), strict=True):
             assert list(needle.entries) == list(range(first // 4, (first + 4) // 4 + 1))
