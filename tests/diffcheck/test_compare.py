@@ -88,8 +88,8 @@ def test_reference_against_itself(layer, reference):
     )
     assert (case["score_rel_error"], case["format_error"], case["kernel_error"]) == (0, 0, 0)
     # entries that tie with the k-th place share its rank, and not all of them fit
-    assert [b["p"] for b in case["survival"][:5]] == [1] * 5
-    assert case["survival"][5]["p"] > 0.9
+    assert [b["p"] for b in case["survival"][:4]] == [1] * 4
+    assert all(b["p"] > 0.9 for b in case["survival"][4:6])
     assert case["survival"][6]["p"] == 0
     assert case["misses"] == {"ties": 0, "near_ties": 0, "real": 0}
 
