@@ -103,7 +103,8 @@ def test_on_trained_hidden_states(mini, tmp_path):
     for record in (reference, fp8):
         assert record["p_selected"][0] == 0
         assert record["p_selected"][-1] == 1
-        assert -0.1 < record["strength_50"] < 0.6
+        # -0.1: at strength 0 six of the eight are selected, and the crossing is interpolated from none at -0.3
+        assert -0.1 <= record["strength_50"] < 0.6
     assert broken["p_selected"][-1] < 0.5, "chance is 64 of 500 entries"
 
 
