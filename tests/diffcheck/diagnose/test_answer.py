@@ -122,7 +122,7 @@ def with_noise(tensor, size):
     return (tensor.float() * (1 + size * torch.randn(tensor.shape, generator=rng))).bfloat16()
 
 
-@pytest.mark.parametrize(("changes", "status"), [({}, 0), ({"theta": 40000.0}, 1)])
+@pytest.mark.parametrize(("changes", "status"), [({}, 0), ({"theta": 10000.0}, 1)])
 def test_a_servers_own_hidden_states(cli, mini, ids, recorded, answer, trace, changes, status):
     """They differ by rounding from the forward pass: no fault beside a text, one beside exact inputs."""
     chosen = np.full((TOKENS, 2, 64), -1, dtype="<i4")

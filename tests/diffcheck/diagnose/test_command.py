@@ -22,6 +22,12 @@ def setup(pipeline_faults):
     return pipeline_faults.trained(440, 1)
 
 
+@pytest.fixture(scope="module")
+def mini(setup):
+    """The checkpoint as the harness has it, which selects 8 entries."""
+    return setup.checkpoint
+
+
 @pytest.fixture
 def write(setup, pipeline_faults, tmp_path):
     def write(changes, evidence="ends", **more):
