@@ -29,6 +29,8 @@ from .layouts import PLANAR, Layout, decode, layouts_of
 PAGE = 64
 FITS = 0.3
 """Median cosine from which a layout holds the expected keys, even if theta is wrong: chance is 0 +- 0.1."""
+FITS_IN_PAGE = 0.8
+"""The same of the best match in an entry's page: chance is 0.5 where keys are alike."""
 CLEAR = 0.25
 """How much better another place must match before an entry is said to belong there."""
 
@@ -79,10 +81,16 @@ def read_pages(evidence: Evidence, pipeline: Pipeline, recipe: Recipe, foreign: 
     cosines = {name: closest(keys) for name, (keys, _) in decoded.items()}
     best = max(candidates, key=lambda layout: _median(cosines[layout.name], telling))
     own = _median(cosines[best.name], telling)
+    fit = _cosine
     if own < FITS:
-        return _nothing_fits(decoded, candidates, judged, foreign, first, entries)
+        # where every page is out of order a key's own place is left to chance, but its page is not
+        fit = _best_in_page
+        paged = {n: max(_median(fit(d[0], x), telling) for x in expected.values()) for n, d in decoded.items()}
+        best = max(candidates, key=lambda layout: paged[layout.name])
+        if paged[best.name] < FITS_IN_PAGE:
+            return _nothing_fits(decoded, candidates, judged, foreign, first, entries)
     keys, scales = decoded[best.name]
-    target = max(expected.values(), key=lambda x: _median(_cosine(keys, x), telling))
+    target = max(expected.values(), key=lambda x: _median(fit(keys, x), telling))
     report = PageReport(
         layout=best, keys=keys, known=judged.clone(),
         others={n: d[0] for n, d in decoded.items() if n != best.name},

@@ -145,7 +145,7 @@ def test_another_selection_stands_in_for_the_indexer(model):
     own = {result.layer: result.record.topk for result in plain}
     seen = []
 
-    def again(layer, x, qr):
+    def again(layer, weights, x, qr):
         seen.append((layer, tuple(x.shape), tuple(qr.shape)))
         return own[layer]
 
@@ -155,6 +155,6 @@ def test_another_selection_stands_in_for_the_indexer(model):
     every = torch.arange(80).expand(320, -1)
     every = every.masked_fill(every >= (torch.arange(320)[:, None] + 1) // 4, -1)
     for chosen in (every, every[:, :0]):
-        other = list(run_model(c, model.load, tokens, select=lambda layer, x, qr, chosen=chosen: chosen))
+        other = list(run_model(c, model.load, tokens, select=lambda *_, chosen=chosen: chosen))
         assert [torch.equal(a.streams, b.streams) for a, b in zip(plain, other, strict=True)][:3] == [True, True, False]
         assert other[2].streams.isfinite().all()
