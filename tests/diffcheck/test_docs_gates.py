@@ -54,7 +54,7 @@ def test_the_failed_gate_and_the_regression_read_as_shown(cli, place, monkeypatc
         "run", "--checkpoint", mini, "--theta", "checkpoint", "--gate", "jaccard_tied>=0.95", "--json", "b.json"
     )
     assert set(shape(TEXTS[0])) <= set(shape(out))
-    Path("fp8.toml").write_text('name = "fp8"\nbase = "fp8"\n[replace]\nk_theta = 100000\n')
+    Path("fp8.toml").write_text('name = "fp8"\nbase = "fp8"\n[replace]\nk_theta = 10000\n')
     what = [
         "--precision",
         "fp4",

@@ -293,7 +293,7 @@ def made(mini, tmp_path_factory):
 
     directory = tmp_path_factory.mktemp("reports")
     recipe = directory / "fp8.toml"
-    recipe.write_text('name = "fp8"\nbase = "fp8"\n[replace]\nk_theta = 100000\n')
+    recipe.write_text('name = "fp8"\nbase = "fp8"\n[replace]\nk_theta = 20000\n')
     other = [*QUICK[:5], "fp4", *QUICK[6:], "--recipe", str(recipe)]
     for name, options in (("good", QUICK), ("bad", other)):
         done = CliRunner().invoke(
@@ -307,12 +307,12 @@ def test_compare_names_the_case_that_became_worse(cli, made, tmp_path):
     out = tmp_path / "moved.json"
     status, printed, _ = cli("compare", made / "good.json", made / "bad.json", "--json", out)
     assert status == 1
-    assert "note   fp8 @ checkpoint: k_theta 160000.0 -> 100000.0" in printed
+    assert "note   fp8 @ checkpoint: k_theta 160000.0 -> 20000.0" in printed
     assert "1 cases moved, 1 did not." in printed
     assert "p: the mean difference over 64 paired rows, signs flipped in 8 blocks" in printed
     assert "Holm over all 2 tests" in printed
     (line,) = [line for line in printed.splitlines() if "jaccard_tied" in line and line.startswith("REGRESSION")]
-    assert line.startswith("REGRESSION: layer 4 fp8 theta checkpoint: jaccard_tied 0.8")
+    assert line.startswith("REGRESSION: layer 4 fp8 theta checkpoint: jaccard_tied 0.9")
     found = json.loads(out.read_text())
     Draft202012Validator(load_schema("compare")).validate(found)
     assert [c["precision"] for c in found["cases"] if c["moved"]] == ["fp8"]
