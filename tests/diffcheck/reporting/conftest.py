@@ -14,7 +14,7 @@ from diffcheck.cli import main
 def run_file(mini, tmp_path_factory):
     """The JSON file of a run on the miniature: two layers, four recipes, one what-if theta, a failed gate."""
     path = tmp_path_factory.mktemp("run") / "run.json"
-    recipe = mini.parent / "recipes" / "hadamard-on-queries-only.toml"
+    recipe = Path(__file__).parents[3] / "fixtures" / "recipes" / "hadamard-on-queries-only.toml"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             sys, "argv",
