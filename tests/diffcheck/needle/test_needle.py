@@ -264,8 +264,13 @@ def test_options_win_over_the_file(mini, tmp_path, capsys):
     assert "vacuous" in capsys.readouterr().out
     with pytest.raises(InputError, match="--config excludes"):
         app([str(a) for a in [*arguments, "--needle", "x"]], standalone_mode=False)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for path in mini.iterdir():
+        if path.name != "tokenizer.json":
+            (bare / path.name).symlink_to(path)
     with pytest.raises(InputError, match=r"tokenizer\.json: no such file"):
-        app(["needle", "--checkpoint", str(mini), "--needle", "x", "--question", "y"], standalone_mode=False)
+        app(["needle", "--checkpoint", str(bare), "--needle", "x", "--question", "y"], standalone_mode=False)
 
 
 def test_ranks_by_layer(capsys):

@@ -136,25 +136,3 @@ def test_activations_do_not_depend_on_the_place(function):
         assert torch.equal(function(x[:rows]), whole[:rows])
     exact = getattr(torch.nn.functional, function.__name__)(x.double())
     assert ((whole - exact).abs() <= 1e-6 * exact.abs() + 1e-12).all()
-
-
-def test_another_selection_stands_in_for_the_indexer(model):
-    """The indexer's own choice gives the same bits; all entries and none give other streams, from layer 2 on."""
-    c, tokens = model.config, torch.arange(320) % 256
-    plain = list(run_model(c, model.load, tokens))
-    own = {result.layer: result.record.topk for result in plain}
-    seen = []
-
-    def again(layer, weights, x, qr):
-        seen.append((layer, tuple(x.shape), tuple(qr.shape)))
-        return own[layer]
-
-    same = list(run_model(c, model.load, tokens, select=again))
-    assert [layer for layer, _, _ in seen] == [2, 4]
-    assert all(torch.equal(a.streams, b.streams) for a, b in zip(plain, same, strict=True))
-    every = torch.arange(80).expand(320, -1)
-    every = every.masked_fill(every >= (torch.arange(320)[:, None] + 1) // 4, -1)
-    for chosen in (every, every[:, :0]):
-        other = list(run_model(c, model.load, tokens, select=lambda *_, chosen=chosen: chosen))
-        assert [torch.equal(a.streams, b.streams) for a, b in zip(plain, other, strict=True)][:3] == [True, True, False]
-        assert other[2].streams.isfinite().all()
