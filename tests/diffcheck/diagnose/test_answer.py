@@ -131,7 +131,7 @@ def test_a_servers_own_hidden_states(cli, mini, ids, recorded, answer, trace, ch
     chosen[:, 0] = Pipeline(config, weights, x, qr).trace(Recipe.reference(config).replace(**changes))["topk"].numpy()
     run = ("--checkpoint", mini, "--response", answer(chosen), "--layer", 2)
     got, out, _ = cli(*run, "--tokens", ids)
-    assert got == status
+    assert got == status, out
     named = re.search(r"best matching cause: theta (\S+) instead of 160000", out)
     assert bool(named) == bool(changes), out
     assert named is None or abs(float(named[1]) / changes["theta"] - 1) < 0.05
