@@ -127,7 +127,7 @@ def test_a_servers_own_hidden_states(cli, mini, ids, recorded, answer, trace, ch
     """They differ by rounding from the forward pass: no fault beside a text, one beside exact inputs."""
     chosen = np.full((TOKENS, 2, 64), -1, dtype="<i4")
     config, weights = load_layer(mini, 2)
-    x, qr = (with_noise(recorded[2][name], 0.01) for name in ("x", "qr"))
+    x, qr = (with_noise(recorded[2][name], 0.003) for name in ("x", "qr"))
     chosen[:, 0] = Pipeline(config, weights, x, qr).trace(Recipe.reference(config).replace(**changes))["topk"].numpy()
     run = ("--checkpoint", mini, "--response", answer(chosen), "--layer", 2)
     got, out, _ = cli(*run, "--tokens", ids)
