@@ -45,7 +45,7 @@ def place(tmp_path, monkeypatch, mini):
         whole = Trace.load(mini / "trace.safetensors", layer)
         x, qr = whole["x"][:TOKENS], whole["qr"][:TOKENS]
         traces.append(Trace({"x": x.clone(), "qr": qr.clone()}, layer=layer))
-        config, weights = load_layer(mini, layer)
+        config, weights = load_layer(ROOT / "fixtures" / "mini-v4", layer)
         reference = run_indexer(config, weights, x, qr)
         chosen.append(reference["topk"])
     save_traces(tmp_path / "inputs.safetensors", traces)

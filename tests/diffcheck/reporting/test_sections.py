@@ -66,8 +66,11 @@ def test_lines_are_the_numbers_beside_them(first):
         assert at_k == pytest.approx(float(cells[2]), abs=0.002), label
 
 
-def test_places_across(first):
-    overlap, survival, needles, margins = first.charts
+def test_places_across(run_document):
+    numbers = {"queries": 4, "jaccard": 0.9, "jaccard_tied": 0.9, "jaccard_worst": 0.5}
+    bins = [{"lo": lo, "hi": hi} | numbers for lo, hi in ((64, 90), (724, 1024))]
+    cases = [case | {"by_visible": bins} for case in run_document["cases"]]
+    overlap, survival, needles, margins = sections.sections(cases, 64)[0].charts
     x = charts.x_axis(128.0, 4096.0, log=True)
     (shade,) = overlap.shades
     assert (shade.x, shade.x + shade.width) == (charts.LEFT, pytest.approx(x(256)))  # all selected up to 4 k tokens
@@ -75,7 +78,8 @@ def test_places_across(first):
     assert points(overlap.lines[0])[0][0] == pytest.approx(x(4 * (64 * 90) ** 0.5), abs=0.06)
     assert survival.marks[0].x == pytest.approx(charts.LEFT + (charts.WIDTH - charts.LEFT - charts.RIGHT) / 1.5)
     assert points(survival.lines[0])[0][0] == pytest.approx(charts.x_axis(0, 1.5)(0.05), abs=0.06)
-    assert needles.marks[0].x == pytest.approx(charts.x_axis(1, 1024, log=True)(64))
+    seen = max(case["visible"] for case in cases)
+    assert needles.marks[0].x == pytest.approx(charts.x_axis(1, seen, log=True)(64))
     assert margins.marks[0].words == "noise"
 
 
