@@ -81,7 +81,7 @@ def read_pages(evidence: Evidence, pipeline: Pipeline, recipe: Recipe, foreign: 
     cosines = {name: closest(keys) for name, (keys, _) in decoded.items()}
     best = max(candidates, key=lambda layout: _median(cosines[layout.name], telling))
     own = _median(cosines[best.name], telling)
-    fit = _cosine
+    fit: Callable[[Tensor, Tensor], Tensor] = _cosine
     if own < FITS:
         # where every page is out of order a key's own place is left to chance, but its page is not
         fit = _best_in_page
