@@ -14,7 +14,7 @@ import typer
 
 from ..errors import InputError
 from .options import Checkpoint, Device, Layers, Measured, layer_numbers
-from .output import check_writable, say, stdout, write_json
+from .output import check_writable, say, stdout, write_json, write_text
 
 
 def sweep(
@@ -91,7 +91,7 @@ def sweep(
         write_json(json_file, found)
         console.print(f"wrote {json_file}", highlight=False)
     if html is not None:
-        html.write_text(page(found), encoding="utf-8")
+        write_text(html, page(found))
         console.print(f"wrote {html}", highlight=False)
 
 

@@ -6,7 +6,6 @@ in all layers and recipes. A text whose rows all see no more than they may selec
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..checkpoint.layer import Checkpoint
+from ..digests import digest
 from ..errors import InputError
 from ..inputs.source import LayerInputs, choose_queries, load_inputs
 from ..inputs.synthetic import synthetic_inputs
@@ -48,7 +48,7 @@ class Texts:
     @property
     def digest(self) -> str:
         """Names these texts among those of all sweeps, since processes of a cluster serve many."""
-        return hashlib.sha256(json.dumps(self.fingerprint, sort_keys=True).encode()).hexdigest()[:16]
+        return digest(json.dumps(self.fingerprint, sort_keys=True))
 
     def positions(self, text: int) -> Tensor:
         """Query rows of a text, int64; all see more than k entries."""
