@@ -43,6 +43,12 @@ def _load(name):
 
 
 @pytest.fixture(scope="session")
+def helper():
+    """Loads a helper module by its path below tests/, without the ending."""
+    return _load
+
+
+@pytest.fixture(scope="session")
 def support():
     """The module tests/support.py: small random layers and bitwise comparison."""
     return _load("support")

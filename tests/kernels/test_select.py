@@ -326,15 +326,11 @@ def test_flash_prefill_reruns(exact):
     assert torch.equal(got, topk_naive(logits, end - start, 512, start))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "order", ["ascending", "descending", "equal", "clustered", "bf16 ties", "all NaN", "NaN and inf"]
-)
-@pytest.mark.parametrize("k", [512, 2048])
-def test_flash_adversarial(order, k):
-    count = 50000
+def adversarial(order, count):
+    """Scores fp32 [count] of a kind that selections stumble over."""
     x = torch.randn(count)
-    scores = {
+    return {
+        "random": x,
         "ascending": x.sort().values,
         "descending": x.sort(descending=True).values,
         "equal": torch.full((count,), 0.5),
@@ -343,6 +339,16 @@ def test_flash_adversarial(order, k):
         "all NaN": torch.full((count,), NAN),
         "NaN and inf": torch.where(x > 0, NAN, torch.where(x < -1, -INF, INF)),
     }[order]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "order", ["ascending", "descending", "equal", "clustered", "bf16 ties", "all NaN", "NaN and inf"]
+)
+@pytest.mark.parametrize("k", [512, 2048])
+def test_flash_adversarial(order, k):
+    count = 50000
+    scores = adversarial(order, count)
     gates = ([1.0, -1.0, 0.5] * 20)[:50]
     start = [0, 3, 8192, 20000, 0] * 10
     end = [50000, 8195, 8192 + k, 49999, 30000] * 10
@@ -358,17 +364,7 @@ def test_flash_adversarial(order, k):
 def test_flash_adversarial_in_one_launch(order, k, exact):
     """Enough rows for the launch that does all, their number no multiple of anything, ranges of every kind."""
     count, rows = 20011, 1061
-    x = torch.randn(count)
-    scores = {
-        "random": x,
-        "ascending": x.sort().values,
-        "descending": x.sort(descending=True).values,
-        "equal": torch.full((count,), 0.5),
-        "clustered": 100 + 0.5 * x,
-        "bf16 ties": x.bfloat16().float(),
-        "all NaN": torch.full((count,), NAN),
-        "NaN and inf": torch.where(x > 0, NAN, torch.where(x < -1, -INF, INF)),
-    }[order]
+    scores = adversarial(order, count)
     query, keys, scales = keys_scoring(scores, ([1.0, -1.0, 0.5] * rows)[:rows], heads=64)
     row = torch.arange(rows)
     start = torch.stack((0 * row, row * 7, 0 * row - 5, row * 11, 0 * row + 20000), 1).flatten()[:rows]

@@ -1,6 +1,5 @@
 """What the tests of reports share: the documents of real runs."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -34,21 +33,13 @@ def run_document(run_file):
     return json.loads(run_file.read_text())
 
 
-def _load(name):
-    path = Path(__file__).parent / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
-def synthetic():
+def synthetic(helper):
     """The module synthetic.py: documents as large as they get."""
-    return _load("synthetic")
+    return helper("diffcheck/reporting/synthetic")
 
 
 @pytest.fixture(scope="session")
-def html_tables():
+def html_tables(helper):
     """The module html_tables.py: a strict reader of the page."""
-    return _load("html_tables")
+    return helper("diffcheck/reporting/html_tables")
