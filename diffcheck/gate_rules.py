@@ -1,12 +1,12 @@
-"""Which gates apply to which case: the defaults, then a project's file, then the command line.
+"""Which gates apply to which case: those of a project's file, then the command line's.
 
-The rules stand in a row, weakest first: defaults, the file's own gates, each [[rule]] of the file in its order, the
-command line. Of the gates of one case that bound the same field from the same side, those of the last rule that covers
-the case count and the earlier ones are replaced. `==` bounds both sides. So a file can loosen a default for one
+The rules stand in a row, weakest first: the file's own gates, each [[rule]] of the file in its order, the command
+line. Of the gates of one case that bound the same field from the same side, those of the last rule that covers
+the case count and the earlier ones are replaced. `==` bounds both sides. So a file can loosen a gate for one
 precision, and a command line can overrule the file for one run.
 
 A gate of a rule for some precisions or layers is left alone by a run that has none of them; any other gate that
-measured nothing fails.
+measured nothing fails, but for those of `recommended` that need a forward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .gates import DEFAULT_GATES, Gate, GateResult
+from .gates import Gate, GateResult
 from .settings import Rule, Settings
 
 
@@ -44,9 +44,8 @@ class GatePlan:
     @staticmethod
     def of(command_line: Sequence[str], settings: Settings, *, what_if: bool) -> GatePlan:
         """The gates of a run; InputError for bad syntax or an unknown field."""
-        defaults = Rule(gates=tuple(Gate.parse(text, where="default") for text in DEFAULT_GATES), source="default")
-        asked = Rule(gates=tuple(Gate.parse(text) for text in command_line), source="command line")
-        return GatePlan(rules=(defaults, *settings.rules, asked), what_if=what_if or settings.gate_what_if)
+        asked = Rule(gates=Gate.parse_all(command_line), source="command line")
+        return GatePlan(rules=(*settings.rules, asked), what_if=what_if or settings.gate_what_if)
 
     def applying(self, case: dict[str, Any]) -> list[Applied]:
         """The gates of a case (or probe)."""
@@ -69,8 +68,9 @@ class GatePlan:
             general = rule.precisions is None and rule.layers is None
             for gate in rule.gates:
                 covered = [case for case, found in applying if any(a.rule is rule and a.gate is gate for a in found)]
-                if covered or (general and not counting):
-                    results.append(gate.check(covered, rule.source))
+                result = gate.check(covered, rule.source)
+                if result.measured or (gate.needed and (covered or (general and not counting))):
+                    results.append(result)
         return results
 
     def explain(self, cases: Iterable[dict[str, Any]]) -> list[str]:

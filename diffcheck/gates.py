@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
@@ -33,18 +33,32 @@ NUMERIC_FIELDS = (
 )  # fmt: skip
 
 
-DEFAULT_GATES: tuple[str, ...] = ()
-"""Gates of every run unless a file or the command line has another one on the same field; none so far."""
+RECOMMENDED = "recommended"
+"""A name for the gates that follow from lost answers (docs/calibration.md)."""
+RECOMMENDED_GATES = {"jaccard_kernel>=0.999": True, "recall_mean>=0.8": True, "attention_mass_lost<=0.05": False}
+"""Those gates, and whether every run can measure them: attention masses need a forward pass on a text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """One condition; `text` as the user wrote it."""
+    """One condition; `text` as the user wrote it. needed: it fails where there was nothing to measure."""
 
     text: str
     field: str
     symbol: str
     bound: float
+    needed: bool = True
+
+    @staticmethod
+    def parse_all(texts: Iterable[str], *, where: str = "--gate") -> tuple[Gate, ...]:
+        """Parse conditions, of which `recommended` stands for several; InputError as `parse`."""
+        gates: list[Gate] = []
+        for text in texts:
+            if text.strip() == RECOMMENDED:
+                gates += (replace(Gate.parse(one), needed=needed) for one, needed in RECOMMENDED_GATES.items())
+            else:
+                gates.append(Gate.parse(text, where=where))
+        return tuple(gates)
 
     @staticmethod
     def parse(text: str, *, where: str = "--gate") -> Gate:
@@ -55,7 +69,8 @@ class Gate:
                 raise ValueError
             bound = float(match[3])
         except ValueError:
-            raise InputError(f"{where}: {text!r}, expected FIELD OP NUMBER such as jaccard_kernel>=0.999") from None
+            wanted = f"expected FIELD OP NUMBER such as jaccard_kernel>=0.999, or {RECOMMENDED}"
+            raise InputError(f"{where}: {text!r}, {wanted}") from None
         if match[1] not in NUMERIC_FIELDS:
             raise InputError(f"{where}: unknown field {match[1]!r}, expected one of {', '.join(NUMERIC_FIELDS)}")
         return Gate(text=text, field=match[1], symbol=match[2], bound=bound)

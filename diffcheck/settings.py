@@ -147,7 +147,7 @@ def _known(path: Path, where: str, table: dict[str, Any], keys: tuple[str, ...])
 def _gates(path: Path, where: str, texts: Any) -> tuple[Gate, ...]:
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise InputError(f"{path}: {where} is {texts!r}, expected a list of conditions")
-    return tuple(Gate.parse(text, where=f"{path}: {where}") for text in texts)
+    return Gate.parse_all(texts, where=f"{path}: {where}")
 
 
 def _parts(path: Path, where: str, value: Any) -> tuple[str, ...] | None:

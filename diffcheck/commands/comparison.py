@@ -72,7 +72,7 @@ def run(
     junit: Junit = None,
     metrics: Metrics = None,
     gate: Annotated[
-        list[str] | None, typer.Option(help="FIELD OP NUMBER, e.g. jaccard_kernel>=0.999; repeatable.")
+        list[str] | None, typer.Option(help="FIELD OP NUMBER, e.g. jaccard_kernel>=0.999, or recommended; repeatable.")
     ] = None,
     gate_what_if: Annotated[bool, typer.Option(help="Gates count what-if thetas too.")] = False,
     baseline: Annotated[

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from diffcheck.gates import RECOMMENDED_GATES
 from diffcheck.regression import DEFAULT_TOLERANCE
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +29,12 @@ def place(tmp_path_factory):
 def shape(text):
     """Lines without their numbers and spaces: the last digits are another machine's."""
     return [" ".join(re.sub(r"[-+]?[0-9]+[0-9.]*(e-[0-9]+)?", "#", line).split()) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("page", ["gates.md", "calibration.md"])
+def test_both_pages_name_the_recommended_gates(page):
+    text = (ROOT / "docs" / page).read_text()
+    assert [gate for gate in RECOMMENDED_GATES if f"`{gate}`" not in text] == []
 
 
 def test_every_command_runs(cli, place, monkeypatch):

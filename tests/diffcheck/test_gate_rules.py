@@ -69,11 +69,31 @@ def test_an_equality_bounds_both_sides(tmp_path):
     assert texts(GatePlan.of(["needles_lost <= 1"], found, what_if=False), case()) == {"needles_lost <= 1"}
 
 
-def test_defaults_are_the_weakest(monkeypatch, tmp_path):
-    monkeypatch.setattr("diffcheck.gate_rules.DEFAULT_GATES", ("jaccard>=0.5", "margin>=1"))
-    assert texts(GatePlan.of([], Settings(), what_if=False), case()) == {"jaccard>=0.5", "margin>=1"}
-    found = settings(tmp_path, 'gates = ["jaccard>=0.4"]')
-    assert texts(GatePlan.of(["margin>=0"], found, what_if=False), case()) == {"jaccard>=0.4", "margin>=0"}
+def test_recommended_stands_for_gates_that_others_replace(tmp_path):
+    plan = GatePlan.of(["recommended"], Settings(), what_if=False)
+    every = {"jaccard_kernel>=0.999", "recall_mean>=0.8", "attention_mass_lost<=0.05"}
+    assert texts(plan, case()) == every
+    found = settings(tmp_path, 'gates = ["recommended"]\n[[rule]]\nprecision = "fp8"\ngates = ["recall_mean>=0.7"]')
+    plan = GatePlan.of([], found, what_if=False)
+    assert texts(plan, case()) == every - {"recall_mean>=0.8"} | {"recall_mean>=0.7"}
+    assert texts(plan, case(precision="bf16")) == every
+
+
+def test_recommended_leaves_out_only_what_needs_a_text():
+    plan = GatePlan.of(["recommended"], Settings(), what_if=False)
+    good = case(jaccard_kernel=1.0, recall_mean=0.9)
+    assert [(r.gate, r.passed) for r in plan.check([good])] == [
+        ("jaccard_kernel>=0.999", True), ("recall_mean>=0.8", True),
+    ]  # fmt: skip
+    lossy = good | {"attention_mass_lost": 0.06}
+    assert [r.passed for r in plan.check([lossy])] == [True, True, False]
+    assert [r.passed for r in plan.check([lossy | {"attention_mass_lost": 0.05, "recall_mean": 0.79}])] == [
+        True, False, True,
+    ]  # fmt: skip
+    assert [r.passed for r in plan.check([case()])] == [False, False], "nothing measured must not pass"
+    assert [r.passed for r in plan.check([])] == [False, False]
+    asked = GatePlan.of(["attention_mass_lost<=0.05"], Settings(), what_if=False)
+    assert [r.passed for r in asked.check([good])] == [False], "asked for by name it must be measured"
 
 
 def test_results_are_of_the_cases_that_a_gate_applies_to(plan):
