@@ -40,6 +40,9 @@ DEPTH = 3
 BEAM = 4
 ENOUGH = 0.995
 """Where a change explains this much and the stage fits, the rest could be rounding."""
+AS_WELL = 1.05
+"""Times what the best value leaves: so much a rounder one may leave, since the other differences that the rest is made
+of (a rounding that is not found yet) shift the best value a little. Where it leaves nothing, only it will do."""
 SURE, NEXT = 0.9, 0.5
 """Share of the rest that a further change must explain, where the rest could be rounding and where it could not."""
 _REFINED = {"theta": 1.3, "mscale": 1.15, "eps": 10.0}
@@ -155,6 +158,7 @@ def _left(ranked: Ranked) -> float:
 
 
 def _refine(look: Look, recipe: Recipe, best: Ranked, factor: float) -> list[Ranked]:
+    """Values near the best arm's that leave less, none of them worse than a rounder one that does as well."""
     arm, seen = best.arm, {float(best.arm.value): best.left}
 
     def left(value: float) -> float:
@@ -170,9 +174,14 @@ def _refine(look: Look, recipe: Recipe, best: Ranked, factor: float) -> list[Ran
         else:
             low = a
     centre = min(seen, key=seen.__getitem__)
-    for digits in (1, 2, 3, 4, 6):
-        left(float(f"{centre:.{digits}g}"))
-    return [Ranked(_with(arm, value), energy) for value, energy in seen.items() if value != arm.value]
+    round_ones = [float(arm.value), *(float(f"{centre:.{digits}g}") for digits in (1, 2, 3, 4, 6))]
+    enough = AS_WELL * min(left(value) for value in (centre, *round_ones))
+    roundest = next((value for value in round_ones if left(value) <= enough), centre)
+    return [
+        Ranked(_with(arm, value), energy)
+        for value, energy in seen.items()
+        if value != arm.value and energy >= seen[roundest]
+    ]
 
 
 def _with(arm: Arm, value: float) -> Arm:
