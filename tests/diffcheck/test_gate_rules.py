@@ -248,7 +248,7 @@ def test_run_takes_gates_from_a_file(cli, mini, tmp_path, monkeypatch):
     assert f"settings   {tmp_path / 'diffcheck.toml'}" in out
     assert "gate jaccard_tied>=0.999: passed (1 cases)" in out
     (line,) = [line for line in out.splitlines() if "gate jaccard_tied>=0.95: FAILED" in line]
-    assert "(1 cases, diffcheck.toml, rule 1: precision fp8; jaccard_tied>=0.9" in line
+    assert "(1 cases, diffcheck.toml, rule 1: precision fp8; jaccard_tied>=0.8" in line
     would = line.split("; ")[-1].removesuffix(" would have passed)")
     assert cli(*run, "--gate", would)[0] == 0, "the command line is stronger"
     (tmp_path / "other.toml").write_text('gates = ["jaccard_tied>=0.5"]')

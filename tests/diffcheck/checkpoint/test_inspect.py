@@ -53,7 +53,7 @@ def test_fixture_is_complete() -> None:
 def test_render_shows_map_config_sources_and_traps() -> None:
     text = text_of(inspect_checkpoint(MINI), 160)
     assert "rope_theta 10000 is for layers without compression" in text
-    assert "index_topk is 8" in text
+    assert "index_topk is 16" in text
     assert "no attention_factor" in text
     assert "checkpoint: quantization_config.weight_block_size" in text
     lines = text.splitlines()

@@ -159,7 +159,7 @@ class TestJunit:
         report.write_text(json.dumps(before))
         assert cli("run", "--checkpoint", mini, *what, "--baseline", report, "--junit", out)[0] == 1
         (failure,) = ET.fromstring(out.read_text()).iter("failure")
-        assert failure.get("message").startswith("layer 4 fp8 theta checkpoint: jaccard_tied 1 -> 0.9")
+        assert failure.get("message").startswith("layer 4 fp8 theta checkpoint: jaccard_tied 1 -> 0.8")
         assert failure.get("type") == "baseline"
 
     def test_probes_are_tests_too(self, run_document):
