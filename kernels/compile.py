@@ -246,7 +246,7 @@ def _hopper_cases() -> list[Case]:
     """The Gluon kernels, for sm_90 only; they are imported here because an interpreting process cannot."""
     if INTERPRETED.value:
         return []
-    from . import hopper_decode, hopper_prefill, hopper_select
+    from . import hopper_decode, hopper_prefill, hopper_query, hopper_select
 
     def descriptor(dtype: str, rows: int, columns: int, layout: Any) -> str:
         swizzle, width = layout.swizzle_byte_width, layout.element_bitwidth
@@ -286,6 +286,28 @@ def _hopper_cases() -> list[Case]:
                     spill_limit=OUTER_SPILLS if k == 512 else LONG_LIST_SPILLS,
                 )
             )
+    tile = 16 * SM90.query_warps
+    for name, fmt, changes in (
+        ("e4m3", "e4m3", {}),
+        ("trtllm-fp8", "e4m3", {"POWER_OF_TWO": True}),
+        ("sglang-fp4", "e2m1", {"TIES_DOWN": True}),
+        ("e2m1", "e2m1", {}),
+    ):
+        listed.append(
+            Case(
+                name=f"quantise_query_sm90 {name}",
+                kernel=hopper_query.quantise_query_sm90_kernel,
+                types=[
+                    *(descriptor("bf16", tile, 128, hopper_query.LAYOUT), "*bf16", "*fp32", "*fp32", "*i32"),
+                    *("*u8" if fmt == "e2m1" else "*fp32", "*fp32", "i32", "fp32", "fp32"),
+                ],
+                constants={"FMT": fmt, "POWER_OF_TWO": False, "TIES_DOWN": False, "HEADS": HEADS}
+                | {"ROWS": tile}
+                | changes,
+                options={"num_warps": SM90.query_warps, "maxnreg": SM90.query_registers, "enable_fp_fusion": False},
+                architectures=(90,),
+            )
+        )
     triton_names = {"torch.float8_e4m3fn": "fp8e4nv", "torch.int32": "i32", "torch.bfloat16": "bf16"}
     pointer = {"e4m3": "*fp8e4nv", "bf16": "*bf16", "e2m1": "*i32"}
     for name, (dtype, _, columns, layout) in hopper_decode.PAGE_VIEWS.items():

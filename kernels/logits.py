@@ -27,7 +27,7 @@ from .fill import fill_outside
 from .layout import ENTRIES_PER_PAGE, HEAD_DIM, PageFormat, check_pages, dequantise, page_format, read_entries
 from .prefill import prefill_logits, rows_of
 from .quantise_query import QuantisedQuery
-from .rounding import INTERPRETED
+from .tuning import on_hopper
 
 QUERY_FORMATS_OF = {"e4m3": ("e4m3",), "bf16": ("e4m3", "bf16"), "e2m1": ("e2m1",)}
 """Which query formats can be scored against keys of a format: the pairs that deployments use."""
@@ -168,11 +168,6 @@ def ragged_logits(
             return result
     plain_logits.ragged(query, form, keys, key_scales, start, end, result)
     return result
-
-
-def on_hopper(tensor: Tensor) -> bool:
-    """Whether the sm_90 kernels can run on a tensor's device."""
-    return not INTERPRETED.value and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] == 9
 
 
 def aligned(*tensors: Tensor) -> bool:

@@ -8,6 +8,9 @@ An e4m3 query has one scale per (token, head). Since a score is sum_h gate[h] * 
 scale can move from q to the gate: SGLang and vLLM fold it there, and the logits kernel never sees it. e2m1
 has four scales a head and keeps them.
 
+On Hopper the recipes that round after both stages take `hopper_query`; the codes are the same but for sums of another
+order (4 of 134 million e4m3 codes, no e2m1 code).
+
 Letters: T tokens, H heads, D = 128.
 """
 
@@ -34,7 +37,7 @@ from .transforms import (
     rotate_pairs,
     stack,
 )
-from .tuning import plain, programs
+from .tuning import on_hopper, plain, programs
 
 QUERY_STAGES = ("rope", "hadamard")
 """Stages after which `round_bf16` can ask for one rounding to bf16."""
@@ -187,6 +190,22 @@ def quantise_query(
     }[form.name]
     gate_out = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
     rows = tokens * heads
+    if (
+        rows
+        and scales is not None
+        and hadamard
+        and not fp4_step
+        and set(round_bf16) == set(QUERY_STAGES)
+        and on_hopper(q)
+    ):
+        from . import hopper_query
+
+        if hopper_query.runs(heads):
+            hopper_query.quantise_query_sm90(
+                q, gate, cos, sin, gate_scale, form.name, scale == "ue8m0", floor, ties == "down",
+                codes, scales, gate_out,
+            )  # fmt: skip
+            return QuantisedQuery(codes=codes, scales=scales, gate=gate_out)
     if rows:
         gate_bf16 = gate.dtype == torch.bfloat16
         choice = plain(q.device)

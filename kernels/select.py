@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from .layout import ENTRIES_PER_PAGE
-from .logits import aligned, on_hopper, paged_logits, ragged_logits
+from .logits import aligned, paged_logits, ragged_logits
 from .quantise_query import QuantisedQuery
 from .topk import Lists, longest_launch, stream, topk
+from .tuning import on_hopper
 
 ROWS, SEGMENT = 1024, 8192
 """Query rows of a chunk and entries of a segment; their product is the workspace in fp32 scores."""

@@ -48,13 +48,15 @@ _MINUS_INF = tl.constexpr(float("-inf"))
 @triton.jit
 def _slot(slot: tl.constexpr, kv_ptr, gate_ptr, previous):
     """kv and gate of one of the 8 pooled slots, fp32 [ROWS, 128] each; kv_ptr and gate_ptr point to the 128
-    columns of each entry's first token. The slots of an absent window have gate -inf.
+    columns of each entry's first token. The slots of an absent window have gate -inf. Read once, they leave the caches
+    before the bias, which every entry reads.
     """
     offset: tl.constexpr = (slot - 4) * 256 + slot // 4 * 128
     if slot < 4:
-        kv = tl.load(kv_ptr + offset, mask=previous, other=0.0)
-        return kv, tl.load(gate_ptr + offset, mask=previous, other=_MINUS_INF)
-    return tl.load(kv_ptr + offset), tl.load(gate_ptr + offset)
+        kv = tl.load(kv_ptr + offset, mask=previous, other=0.0, eviction_policy="evict_first")
+        return kv, tl.load(gate_ptr + offset, mask=previous, other=_MINUS_INF, eviction_policy="evict_first")
+    kv = tl.load(kv_ptr + offset, eviction_policy="evict_first")
+    return kv, tl.load(gate_ptr + offset, eviction_policy="evict_first")
 
 
 @triton.jit

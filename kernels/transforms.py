@@ -21,7 +21,6 @@ from .rounding import (
     e2m1_word,
     e4m3_word,
     fp32_bits,
-    fp32_of_bits,
     larger_magnitude,
     reciprocal,
     round_to_e2m1,
@@ -29,8 +28,8 @@ from .rounding import (
 )
 
 _FP4_STEP_FLOOR = tl.constexpr(6.0 * 2.0**-126)
-_HADAMARD_NORM = tl.constexpr(128**-0.5)
-_ONE_SIXTH = tl.constexpr(1 / 6)
+HADAMARD_NORM = tl.constexpr(128**-0.5)
+ONE_SIXTH = tl.constexpr(1 / 6)
 
 
 @triton.jit
@@ -78,14 +77,14 @@ def hadamard_128(x):
     """
     x = _two_strides(_two_strides(_two_strides(x)))
     a, b = even_odd(x)
-    return stack(a + b, a - b) * _HADAMARD_NORM
+    return stack(a + b, a - b) * HADAMARD_NORM
 
 
 @triton.jit
 def e2m1_scale_bytes(x, amax_floor):
     """ue8m0 bytes int32 [4, ROWS] of the blocks of 32 dims: 2^ceil(log2(max(amax, floor) * (1/6)))."""
     amax = amax_of(tl.reshape(x, (4, 32, x.shape[1])), 1)
-    return ceil_power_of_two(at_least(amax, amax_floor) * _ONE_SIXTH)
+    return ceil_power_of_two(at_least(amax, amax_floor) * ONE_SIXTH)
 
 
 @triton.jit
@@ -129,9 +128,19 @@ def quantise_e2m1(x, amax_floor, TIES_DOWN: tl.constexpr):
 
 
 @triton.jit
+def e4m3_scale(amax, amax_floor, POWER_OF_TWO: tl.constexpr):
+    """-> scale fp32: amax / 448, or that rounded up to a power of two; and 1 / scale, or 1 for a scale of 0."""
+    amax = at_least(amax, amax_floor)
+    scale = tl.div_rn(amax, 448.0)
+    if POWER_OF_TWO:
+        scale = ue8m0_to_fp32(ceil_power_of_two(scale))
+    scale = tl.where(fp32_bits(amax) < 0x7F80_0000, scale, float("nan"))
+    return scale, reciprocal(tl.where(scale == 0.0, 1.0, scale))
+
+
+@triton.jit
 def quantise_e4m3(x, amax_floor, POWER_OF_TWO: tl.constexpr):
-    """-> codes int32 [32, ROWS], four dims a word, scale fp32 [ROWS]: amax / 448, or that rounded up to a power of
-    two.
+    """-> codes int32 [32, ROWS], four dims a word, and the scale fp32 [ROWS].
 
     A code is RNE(x * (1 / scale)), division and product each rounded, as SGLang's store does; with a power of
     two that is the quotient itself. A scale of 0 (zero row, floor 0) gives zero codes.
@@ -140,14 +149,8 @@ def quantise_e4m3(x, amax_floor, POWER_OF_TWO: tl.constexpr):
     x0, x2 = even_odd(even)
     x1, x3 = even_odd(odd)
     largest = larger_magnitude(larger_magnitude(x0, x1), larger_magnitude(x2, x3))
-    amax = at_least(amax_of(largest, 0), amax_floor)
-    scale = tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32))
-    if POWER_OF_TWO:
-        scale = ue8m0_to_fp32(ceil_power_of_two(scale))
-    finite = fp32_bits(amax) < 0x7F80_0000
-    scale = tl.where(finite, scale, fp32_of_bits(tl.full(amax.shape, 0x7FC0_0000, tl.int32)))
-    divisor = tl.where(scale == 0.0, 1.0, scale)
-    inverse = reciprocal(divisor)[None, :]
+    scale, inverse = e4m3_scale(amax_of(largest, 0), amax_floor, POWER_OF_TWO)
+    inverse = inverse[None, :]
     return e4m3_word(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse), scale
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
+from .rounding import INTERPRETED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,12 @@ class Hopper:
     """Limit of registers a thread, so that the programs above fit."""
     decode_columns: int = 128
     """Most rows x heads of one program."""
+    query_warps: int = 4
+    """Warps of one program, a tile of 16 rows each."""
+    query_programs: int = 4
+    """Programs on one multiprocessor."""
+    query_registers: int = 128
+    """Limit of registers a thread, so that the programs above fit."""
     decode_requests: int = 1024
     """Most requests whose lengths one program holds."""
 
@@ -98,6 +107,11 @@ def programs(device: torch.device, each: int, blocks: int) -> int:
     if device.type != "cuda":
         return min(blocks, 3)
     return min(blocks, each * torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def on_hopper(tensor: Tensor) -> bool:
+    """Whether the sm_90 kernels can run on a tensor's device."""
+    return not INTERPRETED.value and tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] == 9
 
 
 def plain(device: torch.device) -> Plain:

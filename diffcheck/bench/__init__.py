@@ -71,7 +71,7 @@ def make(shape: Shape, fmt: str, seed: int) -> Problem:
 
 def runners(kind: str) -> dict[str, Runner]:
     """Who can solve a kind of problem here: name -> function that prepares a call; it raises ValueError to refuse."""
-    return writers.runners() if kind in TOKENS else logits.runners(kind)
+    return writers.runners(kind) if kind in TOKENS else logits.runners(kind)
 
 
 def read(sets: list[Any]) -> dict[str, Any]:

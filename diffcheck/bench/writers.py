@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,16 @@ Run = Callable[[Any], Callable[[], Any]]
 """Returns the call to be timed."""
 
 
-def runners() -> dict[str, Run]:
-    """Who can solve these problems here."""
-    return {"triton": lambda problem: problem.run}
+def runners(kind: str) -> dict[str, Run]:
+    """Who can solve these problems here. Queries twice: rounded to bf16 after RoPE and after Walsh-Hadamard, as
+    sglang-fp4 and trtllm-fp8 do, and in fp32 to the codes, as sglang-fp8 does.
+    """
+    if kind == "keys":
+        return {"triton": lambda problem: problem.run}
+    return {
+        "triton": lambda problem: problem.prepared(rounded=True),
+        "triton-fp32": lambda problem: problem.prepared(rounded=False),
+    }
 
 
 def _angles(positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,23 +92,33 @@ class Queries:
         """q, gates and angles read; codes, scales and gates written."""
         return self.q.numel() * 2 + self.gate.numel() * (8 + self.bytes_per_entry) + self.cos.numel() * 8
 
-    def run(self) -> Any:
-        """The kernel, with the roundings of SGLang's."""
+    def prepared(self, *, rounded: bool) -> Callable[[], Any]:
+        """The call that is timed. Raises ValueError if no preset works so."""
+        if not rounded and _formats(self.fmt, "q_format").element == "e2m1":
+            raise ValueError("no preset quantises e2m1 queries from fp32")
+        return partial(self.run, rounded)
+
+    def run(self, rounded: bool) -> tuple[Any, bool]:
+        """The kernel's result, and whether it rounded to bf16 after RoPE and after Walsh-Hadamard."""
         from .. import kernels
 
         fmt = _formats(self.fmt, "q_format")
-        return kernels.quantise_query(
-            self.q, self.gate, self.cos, self.sin, gate_scale=DIM**-0.5, fmt=fmt.element, ties=fmt.ties
+        query = kernels.quantise_query(
+            self.q, self.gate, self.cos, self.sin, gate_scale=DIM**-0.5, fmt=fmt.element, ties=fmt.ties,
+            round_bf16=("rope", "hadamard") if rounded else (),
         )  # fmt: skip
+        return query, rounded
 
-    def error(self, result: Any) -> float:
+    def error(self, result: tuple[Any, bool]) -> float:
         """Share of bytes of the codes that differ, on the last tokens."""
         from ..backends.emulated import encode
 
+        query, rounded = result
         part = slice(-min(SAMPLE, self.shape.rows), None)
-        x = apply_rope(self.q[part].float(), self.cos[part].cpu(), self.sin[part].cpu()).bfloat16()
-        codes, _ = encode(hadamard(x.float()).bfloat16().float(), _formats(self.fmt, "q_format"))
-        return _different(result.codes[part], codes)
+        x = apply_rope(self.q[part].float(), self.cos[part].cpu(), self.sin[part].cpu())
+        x = hadamard(x.bfloat16().float()).bfloat16().float() if rounded else hadamard(x)
+        codes, _ = encode(x, _formats(self.fmt, "q_format"))
+        return _different(query.codes[part], codes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ for case in cases():
 """
 EVERYWHERE = {"store_key", "quantise_query", "paged_logits", "ragged_logits", "prefill_logits", "fill_outside", "topk"}
 EVERYWHERE |= {"tournament"}
-HOPPER = {"prefill_sm90", "decode_sm90", "select_sm90"}
+HOPPER = {"prefill_sm90", "decode_sm90", "select_sm90", "quantise_query_sm90"}
 
 
 @pytest.mark.parametrize("architecture", [90, 100, 120])

@@ -41,6 +41,15 @@ RECIPES = {
     "vllm fp8": {"fmt": "e4m3", "scale": "ue8m0", "hadamard": False, "round_bf16": ("rope",)},
     "vllm mxfp4": {"fmt": "e2m1", "hadamard": False, "round_bf16": ("rope",)},
 }
+QUERY_RECIPES = {
+    name: recipe | {"round_bf16": [stage for stage in recipe["round_bf16"] if stage in STAGES[2:]]}
+    for name, recipe in RECIPES.items()
+} | {
+    "fp8, rounded": {"fmt": "e4m3", "round_bf16": STAGES[2:]},
+    "fp8, rounded, power of two": {"fmt": "e4m3", "scale": "ue8m0", "round_bf16": STAGES[2:]},
+    "sglang fp4, its queries": {"fmt": "e2m1", "amax_floor": 1e-4, "ties": "down", "round_bf16": STAGES[2:]},
+    "fp4, rounded": {"fmt": "e2m1", "round_bf16": STAGES[2:]},
+}
 
 
 def to_bf16_if(wanted, x):
@@ -305,10 +314,10 @@ def test_zero_rows_have_zero_codes(fmt, floor, device):
     torch.testing.assert_close(values, torch.full_like(values, want), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", QUERY_RECIPES)
 @pytest.mark.parametrize("heads", [16, 48, 64])
 def test_quantise_query_is_its_recipe(name, heads, device):
-    recipe = RECIPES[name] | {"round_bf16": [s for s in RECIPES[name]["round_bf16"] if s in ("rope", "hadamard")]}
+    recipe = QUERY_RECIPES[name]
     q, gate = torch.randn(5, heads, 128).bfloat16(), torch.randn(5, heads)
     gate = gate.bfloat16() if heads == 48 else gate
     angles = torch.tensor([0, 1, 7, 1000, 65000])[:, None] * torch.logspace(0, -5, 32)
@@ -359,15 +368,21 @@ def test_ties_are_the_recipes(ties, rounded, fp4_step, device):
 
 
 @pytest.mark.parametrize("fmt", PAGE_FORMATS)
-def test_quantise_query_shows_poison(fmt, device):
+@pytest.mark.parametrize("rounds", [(), STAGES[2:]])
+def test_quantise_query_shows_poison(fmt, rounds, device):
     q = torch.randn(1, 16, 128).bfloat16()
-    q[0, 3, 5], q[0, 7, 100] = float("nan"), float("inf")
+    q[0, 3, 5], q[0, 7, 100], q[0, 9, 10] = float("nan"), float("inf"), float("-inf")  # dim 10 is not turned
     ones, zeros = torch.ones(1, 32, device=device), torch.zeros(1, 32, device=device)
-    query = quantise_query(q.to(device), torch.ones(1, 16, device=device), ones, zeros, gate_scale=1.0, fmt=fmt)
+    query = quantise_query(
+        q.to(device), torch.ones(1, 16, device=device), ones, zeros, gate_scale=1.0, fmt=fmt, round_bf16=rounds
+    )
     values = dequantise(query.codes, query.scales, fmt)[0].cpu()
-    assert (~values.isfinite()).all(-1).nonzero().flatten().tolist() == [3, 7]
-    assert (~values.isfinite()).any(-1).nonzero().flatten().tolist() == [3, 7]
-    assert query.gate.isnan().cpu().nonzero()[:, 1].tolist() == ([3, 7] if fmt == "e4m3" else [])
+    assert (~values.isfinite()).all(-1).nonzero().flatten().tolist() == [3, 7, 9]
+    assert (~values.isfinite()).any(-1).nonzero().flatten().tolist() == [3, 7, 9]
+    assert query.gate.isnan().cpu().nonzero()[:, 1].tolist() == ([3, 7, 9] if fmt == "e4m3" else [])
+    if fmt == "e4m3":
+        assert query.scales[0, [3, 7, 9]].isnan().all()
+        assert (query.codes[0, [3, 7, 9]].view(torch.uint8) == 0x7F).all()
 
 
 @pytest.mark.parametrize("fmt", PAGE_FORMATS)
@@ -429,7 +444,12 @@ def test_flash_shapes(name, device):
         store(inputs, slots, pages, device, **recipe)
         assert torch.equal(pages[total - 128 :], last)
 
-    recipe = recipe | {"round_bf16": [s for s in recipe["round_bf16"] if s in ("rope", "hadamard")]}
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", QUERY_RECIPES)
+def test_flash_queries(name, device):
+    """256 tokens of 64 heads; 20 reruns."""
+    recipe = QUERY_RECIPES[name]
     q, gate = torch.randn(256, 64, 128).bfloat16(), torch.randn(256, 64)
     angles = torch.randint(0, 100000, (256, 1)) * torch.logspace(0, -5, 32)
     arguments = [t.to(device) for t in (q, gate, angles.cos(), angles.sin())]
