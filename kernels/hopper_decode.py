@@ -11,21 +11,16 @@ format       how a page meets the tensor core           products
 e4m3         straight from shared memory                fp8, narrow accumulator
 e4m3 exact   widened to fp16 in registers               fp16, fp32 accumulator
 bf16         straight from shared memory                bf16, fp32 accumulator
-e2m1         turned to e4m3 in registers, by a table    fp8, narrow accumulator
-e2m1 exact   turned to fp16 in registers, by a table    fp16, fp32 accumulator
+e2m1         turned to integers in registers            8-bit integers, exact
 ===========  =========================================  ==============================
 
-An e2m1 operand is a key (or a query's head) over the scale of its largest block; that scale is a factor of the score
-(of the gate). The table holds the eight magnitudes of a block whose scale is 2^-d of the largest. That is exact up to
-d = 14 in e4m3 and 28 in fp16; smaller blocks are rounded, to nothing in the end.
+Pages of e2m1 keys whose blocks are too far apart for that (see `hopper_e2m1`) are scored once more, block by block.
 
 Whole pages are written, also where a row does not see all of one; the caller fills in -inf. A page id outside the pool
 is fetched as zeros and scored NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
-
-from functools import cache
 
 import torch
 import triton
@@ -43,14 +38,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .hopper import (
-    block_layout,
     byte_of_place,
     cta_barrier,
-    largest_byte,
     score_of,
-    unpack_e2m1,
     widen_e4m3,
     word_layout,
+)
+from .hopper_e2m1 import (
+    block_layout,
+    farther,
+    gates,
+    is_far,
+    largest_byte,
+    score_far,
+    score_near,
+    unpack,
+    unpack_rows,
 )
 from .layout import PageFormat
 from .tuning import SM90
@@ -60,14 +63,9 @@ PAGE_VIEWS = {
     "e4m3 exact": (torch.int32, 66, 32, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)),
     "bf16": (torch.bfloat16, 64, 128, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)),
     "e2m1": (torch.int32, 68, 16, gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)),
-    "e2m1 exact": (torch.int32, 68, 16, gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)),
 }
 """How the pool is seen as a matrix whose rows are entries: dtype, rows of a page (its scales are the rows beyond 64),
 columns, and the shared layout of a page's values."""
-
-_E4M3_LARGEST = gl.constexpr(6)
-"""Power of two times which the largest block of an e2m1 row is held in e4m3: 6 * 2^6 fits."""
-_FP16_LARGEST = gl.constexpr(13)
 
 
 @gluon.jit
@@ -92,23 +90,11 @@ def _fetch(k_desc, scales_ptr, k_smem, s_smem, bar, page, pages, FMT: gl.constex
 
 
 @gluon.jit
-def _power(byte):
-    """2^(byte - 127) of a ue8m0 byte as fp32; of 255, infinity."""
-    return gl.maximum(byte << 23, 0x400000).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _gates(gate_ptr, q_scales_ptr, column, FMT: gl.constexpr, EXACT: gl.constexpr, SUMS: gl.constexpr):
-    """fp32 gates of heads, times what their e2m1 operands lack; halved if SUMS."""
-    gate = gl.load(gate_ptr + column)
-    HALVED: gl.constexpr = 0.5 if SUMS else 1.0
-    if FMT == "e2m1":
-        byte = largest_byte(gl.load(q_scales_ptr + column))
-        lacks: gl.constexpr = HALVED * 2.0 ** -(2 * (_FP16_LARGEST if EXACT else _E4M3_LARGEST))
-        gate = gl.where(byte == 255, float("nan"), gate * lacks * _power(byte))
-    elif SUMS:
-        gate = gate * HALVED
-    return gate
+def _store(out_ptr, out_stride, first, max_length, score):
+    """Write scores [64, rows] of entries first, first + 1 .. to the rows at out_ptr."""
+    row = gl.arange(0, score.shape[1], layout=gl.SliceLayout(0, score.type.layout)).to(gl.int64)
+    entry = first + gl.arange(0, 64, layout=gl.SliceLayout(1, score.type.layout))
+    gl.store(out_ptr + row[None, :] * out_stride + entry[:, None], score, mask=(entry < max_length)[:, None])
 
 
 @gluon.jit
@@ -128,38 +114,56 @@ def _queries(q_ptr, row, N: gl.constexpr, FMT: gl.constexpr, Q_FMT: gl.constexpr
 
 
 @gluon.jit
-def _unpack_queries(q_ptr, q_scales_ptr, tables_ptr, row, q_smem, N: gl.constexpr, EXACT: gl.constexpr):
-    """Put N heads of e2m1 queries into shared memory, 64 at a time, with the dims in the order of the keys'."""
+def _e2m1_queries(q_ptr, q_scales_ptr, row, first: gl.constexpr, N: gl.constexpr):
+    """Words [64, 16] and scales [64] of heads first, first + 1 ..; zeros beyond N."""
     layout: gl.constexpr = block_layout()
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :]
-    for first in gl.static_range(0, N, 64):
-        place = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-        words = gl.load(q_ptr + (row + place)[:, None] * 16 + word, mask=(place < N)[:, None], other=0)
-        scale = gl.load(q_scales_ptr + row + place, mask=place < N, other=0)
-        x = unpack_e2m1(words, scale, largest_byte(scale), tables_ptr, EXACT)
-        q_smem.slice(first, 64, 0).store(x)
+    place = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    words = gl.load(q_ptr + (row + place)[:, None] * 16 + word, mask=(place < N)[:, None], other=0)
+    return words, gl.load(q_scales_ptr + row + place, mask=place < N, other=0)
 
 
 @gluon.jit
-def _product(k_smem, s_smem, q_smem, tables_ptr, N: gl.constexpr, FMT: gl.constexpr, EXACT: gl.constexpr,
-             mma: gl.constexpr):  # fmt: skip
+def _store_e2m1(words, scale, q_smem):
+    """Put 64 heads into shared memory; returns how far their blocks are apart, see `farther`."""
+    largest = largest_byte(scale)
+    q_smem.store(unpack_rows(words, scale, largest))
+    return farther(gl.zeros_like(scale), scale, largest)
+
+
+@gluon.jit
+def _score_far_pages(words_ptr, ids, n, first, pages, q_ptr, q_scales_ptr, row, q_smem, gate, lacks, q_far, out_ptr,
+                     out_stride, max_length, N: gl.constexpr, NEXT_N: gl.constexpr, HEADS: gl.constexpr,
+                     mma: gl.constexpr):  # fmt: skip
+    """Score those of a request's n pages again that have blocks too far apart, or (q_far) all."""
+    cta_barrier()  # the request's queries are done with
+    for part in gl.static_range(0, N, 64):
+        q, _ = _e2m1_queries(q_ptr, q_scales_ptr, row, part, N)
+        q_smem.slice(part, 64, 0).store(unpack(q, gl.full_like(q, 8)))
+    fence_async_shared()
+    cta_barrier()
+    for t in range(n):
+        page = gl.load(ids + t).to(gl.int64)
+        if (page >= 0) & (page < pages):
+            entry = gl.arange(0, 64, layout=gl.SliceLayout(1, block_layout()))
+            scale = gl.load(words_ptr + page * 1088 + 1024 + entry)
+            if q_far | is_far(farther(gl.zeros_like(scale), scale, largest_byte(scale))):
+                score = score_far(words_ptr, page, q_scales_ptr, row, q_smem, gate, lacks, N, NEXT_N, HEADS, mma)
+                _store(out_ptr, out_stride, (first + t) * 64, max_length, score)
+
+
+@gluon.jit
+def _product(k_smem, s_smem, q_smem, N: gl.constexpr, FMT: gl.constexpr, EXACT: gl.constexpr, mma: gl.constexpr):
     """Products [64, N] of one page, in flight, and the factors of its keys' scores, fp32 [64]."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2 if EXACT else 4)
     key_layout: gl.constexpr = gl.SliceLayout(1, mma)
     factor = gl.full([64], 1.0, gl.float32, key_layout)
     keys = k_smem
-    if FMT == "e2m1":
-        scale = s_smem.load(gl.SliceLayout(1, block_layout()))
-        largest = largest_byte(scale)
-        keys = unpack_e2m1(k_smem.load(block_layout()), scale, largest, tables_ptr, EXACT)
-        keys = gl.convert_layout(keys, operand, assert_trivial=True)
-        factor = gl.convert_layout(gl.where(largest == 255, float("nan"), _power(largest)), key_layout)
-    elif FMT == "e4m3":
+    if FMT != "bf16":
         factor = s_smem.load(key_layout)
-        if EXACT:
-            keys = widen_e4m3(k_smem.load(word_layout(32)), operand)
+    if EXACT and FMT == "e4m3":
+        keys = widen_e4m3(k_smem.load(word_layout(32)), gl.DotOperandLayout(0, mma, 2))
     acc = gl.zeros([64, N], gl.float32, mma)
-    acc = warpgroup_mma(keys, q_smem.slice(0, N, 0).permute([1, 0]), acc, use_acc=False, is_async=True)
+    acc = warpgroup_mma(keys, q_smem.permute([1, 0]), acc, use_acc=False, is_async=True)
     return acc, factor
 
 
@@ -170,7 +174,6 @@ def decode_sm90_kernel(
     q_ptr,
     q_scales_ptr,
     gate_ptr,
-    tables_ptr,
     table_ptr,
     lengths_ptr,
     out_ptr,
@@ -219,6 +222,8 @@ def decode_sm90_kernel(
         Q_ROWS: gl.constexpr = 64 if FMT == "e2m1" and N < 64 else N
         if EXACT or FMT == "bf16":
             q_smem = gl.allocate_shared_memory(wide, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 16))
+        elif FMT == "e2m1":
+            q_smem = gl.allocate_shared_memory(gl.int8, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 8))
         else:
             q_smem = gl.allocate_shared_memory(gl.float8e4nv, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 8))
         fetched = 0
@@ -228,10 +233,14 @@ def decode_sm90_kernel(
             n = gl.minimum(gl.sum(gl.where(b == request, used, 0), axis=0) - first, last - unit)
             ids = table_ptr + request.to(gl.int64) * table_stride + first
             row = request.to(gl.int64) * N
-            if FMT != "e2m1":
-                q = _queries(q_ptr, row, N, FMT, Q_FMT, EXACT)
+            out_rows = out_ptr + request.to(gl.int64) * NEXT_N * out_stride
             head = row + gl.arange(0, N, layout=gl.SliceLayout(0, mma))
-            gate = _gates(gate_ptr, q_scales_ptr, head, FMT, EXACT, SUMS)[None, :]
+            gate = gl.load(gate_ptr + head)
+            if FMT == "e2m1":
+                q, q_scale = _e2m1_queries(q_ptr, q_scales_ptr, row, 0, N)
+                q_largest = largest_byte(gl.load(q_scales_ptr + head))
+            else:
+                q = _queries(q_ptr, row, N, FMT, Q_FMT, EXACT)
             for i in gl.static_range(SLOTS):
                 if i < n:
                     slot = (fetched + i) & (SLOTS - 1)
@@ -240,9 +249,18 @@ def decode_sm90_kernel(
             following = gl.load(ids + SLOTS, mask=n > SLOTS, other=-1)
             cta_barrier()  # the last request's queries are done with
             if FMT == "e2m1":
-                _unpack_queries(q_ptr, q_scales_ptr, tables_ptr, row, q_smem, N, EXACT)
+                gate, lacks = gates(gate, q_largest)
+                farthest = _store_e2m1(q, q_scale, q_smem.slice(0, 64, 0))
+                if N > 64:
+                    q, q_scale = _e2m1_queries(q_ptr, q_scales_ptr, row, 64, N)
+                    farthest = gl.maximum(farthest, _store_e2m1(q, q_scale, q_smem.slice(64, 64, 0)))
+                q_far = is_far(farthest)
+                farthest = gl.zeros_like(farthest)
             else:
                 q_smem.store(q)
+                if SUMS:
+                    gate = gate * 0.5
+            gate = gate[None, :]
             fence_async_shared()
             cta_barrier()
             for t in range(n):
@@ -253,32 +271,27 @@ def decode_sm90_kernel(
                 following = gl.load(ids + t + SLOTS + 1, mask=t + SLOTS + 1 < n, other=-1)
                 values, scales = k_smem.index(slot), s_smem.index(slot)
                 mbarrier.wait(ready.index(slot), (fetched >> SLOT_BITS) & 1)
-                acc, factor = _product(values, scales, q_smem, tables_ptr, N, FMT, EXACT, mma)
-                acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-                score = score_of(acc, gate, gl.where(known, factor, float("nan")), NEXT_N, HEADS, SUMS)
+                if FMT == "e2m1":
+                    lacking = gl.where(known, lacks, float("nan"))
+                    score, farthest = score_near(
+                        values, scales, q_smem, gate, lacking, farthest, NEXT_N, HEADS, mma
+                    )
+                else:
+                    acc, factor = _product(values, scales, q_smem, N, FMT, EXACT, mma)
+                    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+                    score = score_of(acc, gate, gl.where(known, factor, float("nan")), NEXT_N, HEADS, SUMS)
                 cta_barrier()  # every warp has read the slot
                 if t + SLOTS < n:
                     _fetch(k_desc, scales_ptr, values, scales, ready.index(slot), refill, pages, FMT)
-                j = gl.arange(0, NEXT_N, layout=gl.SliceLayout(0, score.type.layout))
-                entry = (first + t) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, score.type.layout))
-                to = out_ptr + (request.to(gl.int64) * NEXT_N + j)[None, :] * out_stride + entry[:, None]
-                gl.store(to, score, mask=(entry < max_length)[:, None])
+                _store(out_rows, out_stride, (first + t) * 64, max_length, score)
                 fetched += 1
+            if FMT == "e2m1":
+                if q_far | is_far(farthest):
+                    _score_far_pages(scales_ptr, ids, n, first, pages, q_ptr, q_scales_ptr, row, q_smem, gate, lacks,
+                                     q_far, out_rows, out_stride, max_length, N, NEXT_N, HEADS, mma)  # fmt: skip
             unit += n
         for i in gl.static_range(SLOTS):
             mbarrier.invalidate(ready.index(i))
-
-
-@cache
-def e2m1_tables(exact: bool, device: str) -> Tensor:
-    """int64 [32]: the bytes of an e2m1 block's eight magnitudes, the block's scale 2^-d of its row's largest.
-
-    Bytes of e4m3, or (exact) the high bytes of fp16: those of e5m2.
-    """
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    scaled = values * 2.0 ** ((_FP16_LARGEST if exact else _E4M3_LARGEST).value - torch.arange(32.0)[:, None])
-    tables: Tensor = scaled.to(torch.float8_e5m2 if exact else torch.float8_e4m3fn).view(torch.int64).flatten()
-    return tables.to(device)
 
 
 def runs(heads: int, next_n: int, requests: int, pages: Tensor, form: PageFormat) -> bool:
@@ -300,9 +313,9 @@ def decode_sm90(
     """Write scores into `out`, fp32 [B * next_n, max_length]: whole pages, garbage at or beyond a row's length.
 
     Arguments as `paged_logits` has checked them, and `runs` holds. q_scales: uint8 [R, H, 4] of an e2m1 query, else
-    anything on the device. exact is of no account to bf16 pages.
+    anything on the device. exact is of no account to bf16 and e2m1 pages.
     """
-    exact = exact and form.name != "bf16"
+    exact = exact and form.name == "e4m3"
     name = f"{form.name} exact" if exact else form.name
     dtype, page_rows, width, layout = PAGE_VIEWS[name]
     shape = [pages.shape[0] * page_rows, width]
@@ -318,8 +331,7 @@ def decode_sm90(
     if next_n * heads > 64:
         limit = None
     decode_sm90_kernel[(min(most, processors * SM90.decode_programs[name]),)](
-        k_desc, words, codes, q_scales, gate, e2m1_tables(exact, str(pages.device)), block_table, lengths, out,
-        requests, pages.shape[0],
+        k_desc, words, codes, q_scales, gate, block_table, lengths, out, requests, pages.shape[0],
         block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=q_fmt, EXACT=exact, NEXT_N=next_n,
         HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1, SUMS=SM90.decode_sums[name],
         REQUESTS=max(32, triton.next_power_of_2(requests)), num_warps=4, maxnreg=limit,

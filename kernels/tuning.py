@@ -61,19 +61,19 @@ class Hopper:
     select_segment: int = 4096
     """Keys that a program scores before it looks at the scores; a multiple of 512."""
     decode_slots: dict[str, int] = field(
-        default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 2, "e2m1 exact": 2}
+        default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 2}
     )
     """Pages in flight of one program."""
     decode_sums: dict[str, bool] = field(
-        default_factory=lambda: {"e4m3": False, "e4m3 exact": True, "bf16": False, "e2m1": True, "e2m1 exact": True}
+        default_factory=lambda: {"e4m3": False, "e4m3 exact": True, "bf16": False, "e2m1": False}
     )
     """Whether relu is a sum, see `hopper.score_of`: where registers are unpacked, on the pipe of the maximum."""
     decode_programs: dict[str, int] = field(
-        default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 5, "e2m1 exact": 5}
+        default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 5}
     )
     """Programs on one multiprocessor."""
     decode_registers: dict[str, int | None] = field(
-        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 96, "e2m1 exact": 96}
+        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 96}
     )
     """Limit of registers a thread, so that the programs above fit."""
     decode_columns: int = 128
