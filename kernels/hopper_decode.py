@@ -46,10 +46,12 @@ from .hopper import (
 )
 from .hopper_e2m1 import (
     block_layout,
+    far_layout,
     farther,
     gates,
     is_far,
     largest_byte,
+    operand_of,
     score_far,
     score_near,
     unpack,
@@ -124,32 +126,42 @@ def _e2m1_queries(q_ptr, q_scales_ptr, row, first: gl.constexpr, N: gl.constexpr
 
 
 @gluon.jit
-def _store_e2m1(words, scale, q_smem):
-    """Put 64 heads into shared memory; returns how far their blocks are apart, see `farther`."""
+def _store_e2m1(words, scale, q_smem, farthest):
+    """Put 64 heads into shared memory; returns `farther` of them."""
     largest = largest_byte(scale)
-    q_smem.store(unpack_rows(words, scale, largest))
-    return farther(gl.zeros_like(scale), scale, largest)
+    q_smem.store(operand_of(unpack_rows(words, scale, largest)))
+    return farther(farthest, scale, largest)
 
 
 @gluon.jit
-def _score_far_pages(words_ptr, ids, n, first, pages, q_ptr, q_scales_ptr, row, q_smem, gate, lacks, q_far, out_ptr,
-                     out_stride, max_length, N: gl.constexpr, NEXT_N: gl.constexpr, HEADS: gl.constexpr,
-                     mma: gl.constexpr):  # fmt: skip
-    """Score those of a request's n pages again that have blocks too far apart, or (q_far) all."""
+def _score_far_pages(words_ptr, ids, n, first, pages, q_ptr, q_scales_ptr, gate_ptr, row, q_smem, out_ptr, out_stride,
+                     max_length, NEXT_N: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
+    """Score those of a request's n pages again that have blocks too far apart, or all if its queries have."""
+    PART: gl.constexpr = min(HEADS, 32)  # of a row's heads at a time: few registers
+    PARTS: gl.constexpr = HEADS // PART
+    N: gl.constexpr = NEXT_N * HEADS
     cta_barrier()  # the request's queries are done with
-    for part in gl.static_range(0, N, 64):
-        q, _ = _e2m1_queries(q_ptr, q_scales_ptr, row, part, N)
-        q_smem.slice(part, 64, 0).store(unpack(q, gl.full_like(q, 8)))
+    q_farthest = gl.zeros([64], gl.int32, gl.SliceLayout(1, block_layout()))
+    for at in gl.static_range(0, N, 64):
+        q, q_scale = _e2m1_queries(q_ptr, q_scales_ptr, row, at, N)
+        q_farthest = farther(q_farthest, q_scale, largest_byte(q_scale))
+        q_smem.slice(at, 64, 0).store(operand_of(unpack(q, gl.full_like(q, 8))))
+    q_far = is_far(q_farthest)
     fence_async_shared()
     cta_barrier()
+    q_parts = q_smem._reinterpret(gl.int8, [q_smem.shape[0] // PART, PART, 128], q_smem.layout)
     for t in range(n):
         page = gl.load(ids + t).to(gl.int64)
         if (page >= 0) & (page < pages):
             entry = gl.arange(0, 64, layout=gl.SliceLayout(1, block_layout()))
             scale = gl.load(words_ptr + page * 1088 + 1024 + entry)
             if q_far | is_far(farther(gl.zeros_like(scale), scale, largest_byte(scale))):
-                score = score_far(words_ptr, page, q_scales_ptr, row, q_smem, gate, lacks, N, NEXT_N, HEADS, mma)
-                _store(out_ptr, out_stride, (first + t) * 64, max_length, score)
+                for j in range(NEXT_N):
+                    score = gl.zeros([64], gl.float32, gl.SliceLayout(1, far_layout(PART)))
+                    for part in range(j * PARTS, j * PARTS + PARTS):
+                        score += score_far(words_ptr, page, q_scales_ptr, gate_ptr, row + part * PART,
+                                           q_parts.index(part), PART)  # fmt: skip
+                    _store(out_ptr + j * out_stride, out_stride, (first + t) * 64, max_length, score[:, None])
 
 
 @gluon.jit
@@ -250,12 +262,10 @@ def decode_sm90_kernel(
             cta_barrier()  # the last request's queries are done with
             if FMT == "e2m1":
                 gate, lacks = gates(gate, q_largest)
-                farthest = _store_e2m1(q, q_scale, q_smem.slice(0, 64, 0))
+                farthest = _store_e2m1(q, q_scale, q_smem.slice(0, 64, 0), gl.zeros_like(q_scale))
                 if N > 64:
                     q, q_scale = _e2m1_queries(q_ptr, q_scales_ptr, row, 64, N)
-                    farthest = gl.maximum(farthest, _store_e2m1(q, q_scale, q_smem.slice(64, 64, 0)))
-                q_far = is_far(farthest)
-                farthest = gl.zeros_like(farthest)
+                    farthest = _store_e2m1(q, q_scale, q_smem.slice(64, 64, 0), farthest)
             else:
                 q_smem.store(q)
                 if SUMS:
@@ -286,9 +296,9 @@ def decode_sm90_kernel(
                 _store(out_rows, out_stride, (first + t) * 64, max_length, score)
                 fetched += 1
             if FMT == "e2m1":
-                if q_far | is_far(farthest):
-                    _score_far_pages(scales_ptr, ids, n, first, pages, q_ptr, q_scales_ptr, row, q_smem, gate, lacks,
-                                     q_far, out_rows, out_stride, max_length, N, NEXT_N, HEADS, mma)  # fmt: skip
+                if is_far(farthest):
+                    _score_far_pages(scales_ptr, ids, n, first, pages, q_ptr, q_scales_ptr, gate_ptr, row, q_smem,
+                                     out_rows, out_stride, max_length, NEXT_N, HEADS)  # fmt: skip
             unit += n
         for i in gl.static_range(SLOTS):
             mbarrier.invalidate(ready.index(i))

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from .hopper import score_of, sum_heads
+from .hopper import sum_heads
 
 NEAR = gl.constexpr(3)
 """Powers of two that a block may lie below its row's largest and still fit."""
@@ -30,32 +30,26 @@ _LACKS = gl.constexpr(149 - 2 * (NEAR.value + 1))
 """A product of a key and a head is 2^_LACKS times what the multiplication by a gate sees, times their scales."""
 
 
-def _unpack_asm(words: int) -> str:
-    """`words` words of eight codes -> their integers, by byte permutation of two tables: magnitudes and negated ones.
-
-    A permutation takes three bits of a selector's nibble for one of eight bytes; with the fourth bit set it spreads the
-    byte's sign bit instead, which is 0 in the first table and makes a mask of the code's sign from the word itself.
-    """
-    lines = [".reg .b32 w, x, p, n, s;"]
-    for i in range(words):
-        word, p_low, p_high, n_low, n_high = (f"${words * (2 + part) + i}" for part in range(5))
-        lines += [
-            f"and.b32 w, {word}, 0x77777777;",
-            f"shl.b32 x, {word}, 4;",
-            f"prmt.b32 p, {p_low}, {p_high}, w;",
-            f"prmt.b32 n, {n_low}, {n_high}, w;",
-            f"prmt.b32 s, x, {word}, 0xD9C8;",
-            f"lop3.b32 ${2 * i}, s, n, p, 0xCA;",
-            "shr.u32 w, w, 16;",
-            f"prmt.b32 p, {p_low}, {p_high}, w;",
-            f"prmt.b32 n, {n_low}, {n_high}, w;",
-            f"prmt.b32 s, x, {word}, 0xFBEA;",
-            f"lop3.b32 ${2 * i + 1}, s, n, p, 0xCA;",
-        ]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-_UNPACK = gl.constexpr(_unpack_asm(4))
+# Eight codes -> their integers, by byte permutation of two tables, magnitudes ($3, $4) and these negated ($5, $6). A
+# permutation takes three bits of a selector's nibble for one of eight bytes; where the fourth bit is set it spreads the
+# sign of the byte instead, which makes masks of the codes' signs.
+_UNPACK = gl.constexpr(
+    """{
+    .reg .b32 w, x, p, n, s;
+    and.b32 w, $2, 0x77777777;
+    shl.b32 x, $2, 4;
+    prmt.b32 p, $3, $4, w;
+    prmt.b32 n, $5, $6, w;
+    prmt.b32 s, x, $2, 0xD9C8;
+    lop3.b32 $0, s, n, p, 0xCA;
+    shr.u32 w, w, 16;
+    prmt.b32 p, $3, $4, w;
+    prmt.b32 n, $5, $6, w;
+    prmt.b32 s, x, $2, 0xFBEA;
+    lop3.b32 $1, s, n, p, 0xCA;
+    }"""
+)
+_BYTES = gl.constexpr("".join(f"mov.b32 ${i}, ${8 + i % 2 * 4 + i // 2};" for i in range(8)))
 _LARGER = gl.constexpr("max.u16x2 $0, $1, $2;")
 _SMALLER = gl.constexpr("min.u16x2 $0, $1, $2;")
 
@@ -100,15 +94,23 @@ def power(byte):
 
 @gluon.jit
 def unpack(words, times):
-    """Packed e2m1, [64, 16] words of `block_layout` -> int8 [64, 128], as a left operand lies: twice the numbers, times
-    `times` [64, 16], a power of two up to 8 of a word's block.
+    """Packed e2m1, [64, 16] words of `block_layout` -> words of four int8 each, of the even and the odd halves: twice
+    the numbers, times `times` [64, 16], a power of two up to 8 of a word's block.
     """
     low, high = times * 0x03020100, times * 0x0C080604
     # every byte negated: a byte below that is not zero borrows one, which is given back
     less_low, less_high = times * -0x03020100 + 0x01010000, times * -0x0C080604 + 0x01010100
+    return gl.inline_asm_elementwise(
+        _UNPACK, "=r,=r,r,r,r,r,r", [words, low, high, less_low, less_high], dtype=(gl.int32,) * 2, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def operand_of(words):
+    """What `unpack` makes as int8 [64, 128], as a left operand lies."""
     o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
-        _UNPACK, "=r,=r,=r,=r,=r,=r,=r,=r" + ",r" * 20, [words, low, high, less_low, less_high], dtype=(gl.int8,) * 8,
-        is_pure=True, pack=4,
+        _BYTES, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [words[0], words[1]], dtype=(gl.int8,) * 8, is_pure=False,
+        pack=4,
     )  # fmt: skip
     x = gl.join(gl.join(gl.join(o0, o1), gl.join(o2, o3)), gl.join(gl.join(o4, o5), gl.join(o6, o7)))
     return x.reshape([64, 4, 4, 2, 2, 2]).permute([0, 5, 4, 3, 1, 2]).reshape([64, 128])
@@ -126,7 +128,7 @@ def unpack_rows(words, scale, largest):
 @gluon.jit
 def product(keys, q_smem, N: gl.constexpr, mma: gl.constexpr):
     """int32 [64, N], in flight."""
-    keys = gl.convert_layout(keys, gl.DotOperandLayout(0, mma, 4), assert_trivial=True)
+    keys = gl.convert_layout(operand_of(keys), gl.DotOperandLayout(0, mma, 4), assert_trivial=True)
     acc = gl.zeros([64, N], gl.int32, mma)
     return warpgroup_mma(keys, q_smem.slice(0, N, 0).permute([1, 0]), acc, use_acc=False, is_async=True)
 
@@ -163,27 +165,35 @@ def gates(gate, byte):
     return gl.where(byte == 255, float("nan"), moved), power(gl.maximum(gl.minimum(most + (_LACKS - _TOP - 127), 255), 0))
 
 
-@gluon.jit
-def score_far(words_ptr, page, q_scales_ptr, row, raw_smem, gate, lacks, N: gl.constexpr, ROWS: gl.constexpr,
-              HEADS: gl.constexpr, mma: gl.constexpr):  # fmt: skip
-    """Scores [64, ROWS] of a page of any scales: products of one block of dims at a time, added up in fp32.
+@gluon.constexpr_function
+def far_layout(heads):
+    """Registers of products with so many heads."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, heads, 32])
 
-    words_ptr: the pages as words. raw_smem: the queries as integers, without their scales.
+
+@gluon.jit
+def score_far(words_ptr, page, q_scales_ptr, gate_ptr, head, q_smem, HEADS: gl.constexpr):
+    """Scores [64] of some heads against a page of any scales: products of a block of dims at a time, added up in fp32.
+
+    words_ptr: the pages as words. q_smem: these HEADS heads (head: the first, int64) as integers without their scales.
     """
+    mma: gl.constexpr = far_layout(HEADS)
     layout: gl.constexpr = block_layout()
     entry = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))
     words = gl.load(words_ptr + page * 1088 + entry[:, None] * 16 + word[None, :])
     scale = gl.load(words_ptr + page * 1088 + 1024 + gl.arange(0, 64, layout=gl.SliceLayout(1, mma)))
-    q_scale = gl.load(q_scales_ptr + row + gl.arange(0, N, layout=gl.SliceLayout(0, mma)))
+    head += gl.arange(0, HEADS, layout=gl.SliceLayout(0, mma))
+    q_scale = gl.load(q_scales_ptr + head)
     largest, q_largest = largest_byte(scale), largest_byte(q_scale)
-    total = gl.zeros([64, N], gl.float32, mma)
+    total = gl.zeros([64, HEADS], gl.float32, mma)
     for block in range(4):
-        part = gl.where((word // 4 == block)[None, :], words, 0)
-        keys = unpack(part, gl.full_like(words, 1 << NEAR))
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=[product(keys, raw_smem, N, mma)])
+        keys = unpack(gl.where((word // 4 == block)[None, :], words, 0), gl.full_like(words, 1 << NEAR))
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=[product(keys, q_smem, HEADS, mma)])
         below = power(127 - gl.minimum(largest - ((scale >> (block * 8)) & 255), 127))
         q_below = power(127 - gl.minimum(q_largest - ((q_scale >> (block * 8)) & 255), 127))
         total += acc.to(gl.float32) * below[:, None] * q_below[None, :]
-    factor = gl.where(largest == 255, float("nan"), power(largest)) * lacks
-    return score_of(total * 2.0**-30, gate * 2.0**-119, factor, ROWS, HEADS)
+    gate = gl.load(gate_ptr + head) * power(q_largest) * 2.0 ** -(2 * (NEAR + 1))
+    gate = gl.where(q_largest == 255, float("nan"), gate)
+    score = gl.sum(gl.maximum(total, 0.0) * gate[None, :], axis=1)
+    return score * gl.where(largest == 255, float("nan"), power(largest))
