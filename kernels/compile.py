@@ -299,6 +299,7 @@ def _hopper_cases() -> list[Case]:
                         name=f"decode_sm90 {q_fmt} x {name} next_n {next_n}",
                         kernel=hopper_decode.decode_sm90_kernel,
                         types=[descriptor(triton_names[str(dtype)], 64, columns, layout)]
+                        + [descriptor("fp32" if fmt == "e4m3" else "i32", 1, 64, hopper_decode.SCALES_LAYOUT)]
                         + ["*fp32" if fmt == "e4m3" else "*i32", pointer[q_fmt], "*i32", "*fp32"]
                         + ["*i32", "*i32", "*fp32"]
                         + ["i32"] * 5,
@@ -307,7 +308,7 @@ def _hopper_cases() -> list[Case]:
                         | {"SUMS": SM90.decode_sums[name]},
                         options={"num_warps": 4} | ({} if limit is None else {"maxnreg": limit}),
                         architectures=(90,),
-                        spill_limit=OUTER_SPILLS if name == "e2m1" else SPILL_LIMIT,
+                        spill_limit=OUTER_SPILLS if fmt == "e2m1" else SPILL_LIMIT,
                     )
                 )
     return listed

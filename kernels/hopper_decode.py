@@ -28,7 +28,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -45,18 +44,18 @@ from .hopper import (
     word_layout,
 )
 from .hopper_e2m1 import (
+    below_largest,
     block_layout,
     far_layout,
-    farther,
     gates,
     is_far,
     largest_byte,
-    operand_of,
+    row_layout,
     score_far,
     score_near,
     unpack,
-    unpack_rows,
 )
+from .hopper_e2m1 import word_layout as e2m1_layout
 from .layout import PageFormat
 from .tuning import SM90
 
@@ -65,9 +64,16 @@ PAGE_VIEWS = {
     "e4m3 exact": (torch.int32, 66, 32, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)),
     "bf16": (torch.bfloat16, 64, 128, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)),
     "e2m1": (torch.int32, 68, 16, gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)),
+    "e2m1 exact": (torch.int32, 68, 16, gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)),
 }
 """How the pool is seen as a matrix whose rows are entries: dtype, rows of a page (its scales are the rows beyond 64),
 columns, and the shared layout of a page's values."""
+
+
+SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+"""Shared layout of a page's scales, [1, 64] words."""
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+"""The same of [64]."""
 
 
 @gluon.jit
@@ -76,19 +82,16 @@ def _add(a, b):
 
 
 @gluon.jit
-def _fetch(k_desc, scales_ptr, k_smem, s_smem, bar, page, pages, FMT: gl.constexpr):
+def _fetch(k_desc, s_desc, k_smem, s_smem, bar, page, pages, FMT: gl.constexpr):
     """Bring a page into a slot; its barrier is complete when values and scales are there."""
-    known = (page >= 0) & (page < pages)
+    page = gl.where((page >= 0) & (page < pages), page, pages)
     ROWS: gl.constexpr = 66 if FMT == "e4m3" else (64 if FMT == "bf16" else 68)
     BYTES: gl.constexpr = 8192 if FMT == "e4m3" else (16384 if FMT == "bf16" else 4096)
-    mbarrier.expect(bar, BYTES)
-    tma.async_copy_global_to_shared(k_desc, [gl.where(known, page, pages) * ROWS, 0], bar, k_smem)
+    mbarrier.expect(bar, BYTES if FMT == "bf16" else BYTES + 256)
+    tma.async_copy_global_to_shared(k_desc, [page * ROWS, 0], bar, k_smem)
     if FMT != "bf16":
-        WORDS: gl.constexpr = 2112 if FMT == "e4m3" else 1088
-        entry = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        first = gl.where(known, page, 0).to(gl.int64) * WORDS + (WORDS - 64)
-        async_copy.async_copy_global_to_shared(s_smem, scales_ptr + first + entry)
-        async_copy.mbarrier_arrive(bar, increment_count=False)
+        LINES: gl.constexpr = BYTES // 256 + 1
+        tma.async_copy_global_to_shared(s_desc, [page * LINES + (LINES - 1), 0], bar, s_smem)
 
 
 @gluon.jit
@@ -118,44 +121,46 @@ def _queries(q_ptr, row, N: gl.constexpr, FMT: gl.constexpr, Q_FMT: gl.constexpr
 @gluon.jit
 def _e2m1_queries(q_ptr, q_scales_ptr, row, first: gl.constexpr, N: gl.constexpr):
     """Words [64, 16] and scales [64] of heads first, first + 1 ..; zeros beyond N."""
-    layout: gl.constexpr = block_layout()
+    layout: gl.constexpr = e2m1_layout()
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :]
     place = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     words = gl.load(q_ptr + (row + place)[:, None] * 16 + word, mask=(place < N)[:, None], other=0)
+    place = first + gl.arange(0, 64, layout=row_layout())
     return words, gl.load(q_scales_ptr + row + place, mask=place < N, other=0)
 
 
 @gluon.jit
-def _store_e2m1(words, scale, q_smem, farthest):
-    """Put 64 heads into shared memory; returns `farther` of them."""
-    largest = largest_byte(scale)
-    q_smem.store(operand_of(unpack_rows(words, scale, largest)))
-    return farther(farthest, scale, largest)
+def _store_e2m1(words, scale, q_smem, farthest, EXACT: gl.constexpr):
+    """Put 64 heads into shared memory; returns `farthest` [64, 4] raised to their `below_largest`."""
+    below = below_largest(scale, largest_byte(scale))
+    q_smem.store(unpack(words, below, EXACT))
+    return gl.maximum(farthest, below)
 
 
 @gluon.jit
 def _score_far_pages(words_ptr, ids, n, first, pages, q_ptr, q_scales_ptr, gate_ptr, row, q_smem, out_ptr, out_stride,
-                     max_length, NEXT_N: gl.constexpr, HEADS: gl.constexpr):  # fmt: skip
-    """Score those of a request's n pages again that have blocks too far apart, or all if its queries have."""
+                     max_length, NEXT_N: gl.constexpr, HEADS: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
+    """Score those of a request's n pages again that have far blocks, or all if its queries have."""
     PART: gl.constexpr = min(HEADS, 32)  # of a row's heads at a time: few registers
     PARTS: gl.constexpr = HEADS // PART
     N: gl.constexpr = NEXT_N * HEADS
+    q_smem = q_smem._reinterpret(gl.int8, q_smem.shape, q_smem.layout)
+    near = gl.zeros([64, 4], gl.int32, gl.SliceLayout(2, block_layout()))
+    q_farthest = near
     cta_barrier()  # the request's queries are done with
-    q_farthest = gl.zeros([64], gl.int32, gl.SliceLayout(1, block_layout()))
     for at in gl.static_range(0, N, 64):
-        q, q_scale = _e2m1_queries(q_ptr, q_scales_ptr, row, at, N)
-        q_farthest = farther(q_farthest, q_scale, largest_byte(q_scale))
-        q_smem.slice(at, 64, 0).store(operand_of(unpack(q, gl.full_like(q, 8))))
-    q_far = is_far(q_farthest)
+        q, scale = _e2m1_queries(q_ptr, q_scales_ptr, row, at, N)
+        q_farthest = gl.maximum(q_farthest, below_largest(scale, largest_byte(scale)))
+        q_smem.slice(at, 64, 0).store(unpack(q, near, True))
+    q_far = is_far(q_farthest, EXACT)
     fence_async_shared()
     cta_barrier()
     q_parts = q_smem._reinterpret(gl.int8, [q_smem.shape[0] // PART, PART, 128], q_smem.layout)
     for t in range(n):
         page = gl.load(ids + t).to(gl.int64)
         if (page >= 0) & (page < pages):
-            entry = gl.arange(0, 64, layout=gl.SliceLayout(1, block_layout()))
-            scale = gl.load(words_ptr + page * 1088 + 1024 + entry)
-            if q_far | is_far(farther(gl.zeros_like(scale), scale, largest_byte(scale))):
+            scale = gl.load(words_ptr + page * 1088 + 1024 + gl.arange(0, 64, layout=row_layout()))
+            if q_far | is_far(below_largest(scale, largest_byte(scale)), EXACT):
                 for j in range(NEXT_N):
                     score = gl.zeros([64], gl.float32, gl.SliceLayout(1, far_layout(PART)))
                     for part in range(j * PARTS, j * PARTS + PARTS):
@@ -171,7 +176,7 @@ def _product(k_smem, s_smem, q_smem, N: gl.constexpr, FMT: gl.constexpr, EXACT: 
     factor = gl.full([64], 1.0, gl.float32, key_layout)
     keys = k_smem
     if FMT != "bf16":
-        factor = s_smem.load(key_layout)
+        factor = s_smem._reinterpret(gl.float32, [64], _PLAIN).load(key_layout)
     if EXACT and FMT == "e4m3":
         keys = widen_e4m3(k_smem.load(word_layout(32)), gl.DotOperandLayout(0, mma, 2))
     acc = gl.zeros([64, N], gl.float32, mma)
@@ -182,7 +187,8 @@ def _product(k_smem, s_smem, q_smem, N: gl.constexpr, FMT: gl.constexpr, EXACT: 
 @gluon.jit
 def decode_sm90_kernel(
     k_desc,
-    scales_ptr,
+    s_desc,
+    words_ptr,
     q_ptr,
     q_scales_ptr,
     gate_ptr,
@@ -206,7 +212,8 @@ def decode_sm90_kernel(
 ):
     """One program scores an equal share of the pages in use, REQUESTS a power of two that holds `requests`."""
     N: gl.constexpr = NEXT_N * HEADS
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16 if EXACT or FMT == "bf16" else 32])
+    WIDE: gl.constexpr = FMT == "bf16" or (EXACT and FMT == "e4m3")
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16 if WIDE else 32])
 
     # few requests: every warp holds them all, so that sums over them need no shared memory
     SPREAD: gl.constexpr = 32 if REQUESTS <= 128 else 128
@@ -224,20 +231,18 @@ def decode_sm90_kernel(
         k_smem = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 64, k_desc.block_shape[1]], k_desc.layout)
         s_smem = k_smem
         if FMT != "bf16":
-            word: gl.constexpr = gl.float32 if FMT == "e4m3" else gl.int32
-            s_smem = gl.allocate_shared_memory(word, [SLOTS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+            s_smem = gl.allocate_shared_memory(s_desc.dtype, [SLOTS, 1, 64], s_desc.layout)
         ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(SLOTS):
-            mbarrier.init(ready.index(i), count=1 if FMT == "bf16" else 1 + 32 * gl.num_warps())
+            mbarrier.init(ready.index(i), count=1)
         fence_async_shared()
         wide: gl.constexpr = gl.bfloat16 if FMT == "bf16" else gl.float16
         Q_ROWS: gl.constexpr = 64 if FMT == "e2m1" and N < 64 else N
-        if EXACT or FMT == "bf16":
+        if WIDE:
             q_smem = gl.allocate_shared_memory(wide, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 16))
-        elif FMT == "e2m1":
-            q_smem = gl.allocate_shared_memory(gl.int8, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 8))
         else:
-            q_smem = gl.allocate_shared_memory(gl.float8e4nv, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 8))
+            byte: gl.constexpr = gl.int8 if EXACT else gl.float8e4nv
+            q_smem = gl.allocate_shared_memory(byte, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 8))
         fetched = 0
         while unit < last:
             request = gl.sum((upto <= unit).to(gl.int32), axis=0)
@@ -256,16 +261,17 @@ def decode_sm90_kernel(
             for i in gl.static_range(SLOTS):
                 if i < n:
                     slot = (fetched + i) & (SLOTS - 1)
-                    _fetch(k_desc, scales_ptr, k_smem.index(slot), s_smem.index(slot), ready.index(slot),
+                    _fetch(k_desc, s_desc, k_smem.index(slot), s_smem.index(slot), ready.index(slot),
                            gl.load(ids + i), pages, FMT)  # fmt: skip
             following = gl.load(ids + SLOTS, mask=n > SLOTS, other=-1)
             cta_barrier()  # the last request's queries are done with
             if FMT == "e2m1":
-                gate, lacks = gates(gate, q_largest)
-                farthest = _store_e2m1(q, q_scale, q_smem.slice(0, 64, 0), gl.zeros_like(q_scale))
+                gate, lacks = gates(gate, q_largest, EXACT)
+                farthest = gl.zeros([64, 4], gl.int32, gl.SliceLayout(2, block_layout()))
+                farthest = _store_e2m1(q, q_scale, q_smem.slice(0, 64, 0), farthest, EXACT)
                 if N > 64:
                     q, q_scale = _e2m1_queries(q_ptr, q_scales_ptr, row, 64, N)
-                    farthest = _store_e2m1(q, q_scale, q_smem.slice(64, 64, 0), farthest)
+                    farthest = _store_e2m1(q, q_scale, q_smem.slice(64, 64, 0), farthest, EXACT)
             else:
                 q_smem.store(q)
                 if SUMS:
@@ -282,23 +288,22 @@ def decode_sm90_kernel(
                 values, scales = k_smem.index(slot), s_smem.index(slot)
                 mbarrier.wait(ready.index(slot), (fetched >> SLOT_BITS) & 1)
                 if FMT == "e2m1":
-                    lacking = gl.where(known, lacks, float("nan"))
-                    score, farthest = score_near(
-                        values, scales, q_smem, gate, lacking, farthest, NEXT_N, HEADS, mma
-                    )
+                    scale = scales._reinterpret(gl.int32, [64], _PLAIN).load(row_layout())
+                    score, farthest = score_near(values, scale, q_smem, gate, gl.where(known, lacks, float("nan")),
+                                                 farthest, NEXT_N, HEADS, EXACT, mma)  # fmt: skip
                 else:
                     acc, factor = _product(values, scales, q_smem, N, FMT, EXACT, mma)
                     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
                     score = score_of(acc, gate, gl.where(known, factor, float("nan")), NEXT_N, HEADS, SUMS)
                 cta_barrier()  # every warp has read the slot
                 if t + SLOTS < n:
-                    _fetch(k_desc, scales_ptr, values, scales, ready.index(slot), refill, pages, FMT)
+                    _fetch(k_desc, s_desc, values, scales, ready.index(slot), refill, pages, FMT)
                 _store(out_rows, out_stride, (first + t) * 64, max_length, score)
                 fetched += 1
             if FMT == "e2m1":
-                if is_far(farthest):
-                    _score_far_pages(scales_ptr, ids, n, first, pages, q_ptr, q_scales_ptr, gate_ptr, row, q_smem,
-                                     out_rows, out_stride, max_length, NEXT_N, HEADS)  # fmt: skip
+                if is_far(farthest, EXACT):
+                    _score_far_pages(words_ptr, ids, n, first, pages, q_ptr, q_scales_ptr, gate_ptr, row, q_smem,
+                                     out_rows, out_stride, max_length, NEXT_N, HEADS, EXACT)  # fmt: skip
             unit += n
         for i in gl.static_range(SLOTS):
             mbarrier.invalidate(ready.index(i))
@@ -323,14 +328,15 @@ def decode_sm90(
     """Write scores into `out`, fp32 [B * next_n, max_length]: whole pages, garbage at or beyond a row's length.
 
     Arguments as `paged_logits` has checked them, and `runs` holds. q_scales: uint8 [R, H, 4] of an e2m1 query, else
-    anything on the device. exact is of no account to bf16 and e2m1 pages.
+    anything on the device. exact is of no account to bf16 pages.
     """
-    exact = exact and form.name == "e4m3"
+    exact = exact and form.name != "bf16"
     name = f"{form.name} exact" if exact else form.name
     dtype, page_rows, width, layout = PAGE_VIEWS[name]
     shape = [pages.shape[0] * page_rows, width]
     k_desc = TensorDescriptor(pages.view(dtype), shape, [width, 1], [64, width], layout)
     words = pages.view(torch.float32 if form.name == "e4m3" else torch.int32)
+    s_desc = TensorDescriptor(words, [words.numel() // 64, 64], [64, 1], [1, 64], SCALES_LAYOUT)
     requests, max_length, heads = block_table.shape[0], out.shape[1], codes.shape[1]
     most = requests * triton.cdiv(max_length, 64)
     processors = torch.cuda.get_device_properties(pages.device).multi_processor_count
@@ -341,7 +347,7 @@ def decode_sm90(
     if next_n * heads > 64:
         limit = None
     decode_sm90_kernel[(min(most, processors * SM90.decode_programs[name]),)](
-        k_desc, words, codes, q_scales, gate, block_table, lengths, out, requests, pages.shape[0],
+        k_desc, s_desc, words, codes, q_scales, gate, block_table, lengths, out, requests, pages.shape[0],
         block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=q_fmt, EXACT=exact, NEXT_N=next_n,
         HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1, SUMS=SM90.decode_sums[name],
         REQUESTS=max(32, triton.next_power_of_2(requests)), num_warps=4, maxnreg=limit,

@@ -23,7 +23,7 @@ class Plain:
     """Tiles of 64 keys that one program walks over."""
     query_warps: int = 1
     """Warps that quantise 32 rows; more than one has to exchange them."""
-    query_stages: dict[str, int] = field(default_factory=lambda: {"e4m3": 2, "bf16": 2, "e2m1": 2})
+    query_stages: dict[str, int] = field(default_factory=lambda: {"e4m3": 2, "bf16": 2, "e2m1": 2, "e2m1 exact": 2})
     """Blocks of rows of one program that are loaded or computed at a time, by query format."""
     query_programs: int = 12
     """Programs on one multiprocessor."""
@@ -61,19 +61,19 @@ class Hopper:
     select_segment: int = 4096
     """Keys that a program scores before it looks at the scores; a multiple of 512."""
     decode_slots: dict[str, int] = field(
-        default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 2}
+        default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 2, "e2m1 exact": 2}
     )
     """Pages in flight of one program."""
     decode_sums: dict[str, bool] = field(
-        default_factory=lambda: {"e4m3": False, "e4m3 exact": True, "bf16": False, "e2m1": False}
+        default_factory=lambda: {"e4m3": False, "e4m3 exact": True, "bf16": False, "e2m1": False, "e2m1 exact": False}
     )
     """Whether relu is a sum, see `hopper.score_of`: where registers are unpacked, on the pipe of the maximum."""
     decode_programs: dict[str, int] = field(
-        default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 5}
+        default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 5, "e2m1 exact": 4}
     )
     """Programs on one multiprocessor."""
     decode_registers: dict[str, int | None] = field(
-        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 96}
+        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 96, "e2m1 exact": 128}
     )
     """Limit of registers a thread, so that the programs above fit."""
     decode_columns: int = 128
@@ -84,7 +84,7 @@ class Hopper:
 
 SM90 = Hopper()
 PLAIN = {
-    9: Plain(prefill_warps=4, topk_registers=(64, 80), query_stages={"e4m3": 3, "bf16": 3, "e2m1": 2}),
+    9: Plain(prefill_warps=4, topk_registers=(64, 80), query_stages={"e4m3": 3, "bf16": 3, "e2m1": 2, "e2m1 exact": 2}),
     10: Plain(),  # by reasoning: as sm_90 where nothing spills
     12: Plain(prefill_warps=4),  # by reasoning: no warpgroup instructions, a quarter of the tile per warp
 }
