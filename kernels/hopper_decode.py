@@ -11,10 +11,11 @@ format       how a page meets the tensor core           products
 e4m3         straight from shared memory                fp8, narrow accumulator
 e4m3 exact   widened to fp16 in registers               fp16, fp32 accumulator
 bf16         straight from shared memory                bf16, fp32 accumulator
-e2m1         turned to integers in registers            8-bit integers, exact
+e2m1         turned to e4m3 in registers                fp8, narrow accumulator
+e2m1 exact   turned to integers in registers            8-bit integers, exact
 ===========  =========================================  ==============================
 
-Pages of e2m1 keys whose blocks are too far apart for that (see `hopper_e2m1`) are scored once more, block by block.
+Pages of e2m1 keys with blocks of very different scales (see `hopper_e2m1`) are scored once more, block by block.
 
 Whole pages are written, also where a row does not see all of one; the caller fills in -inf. A page id outside the pool
 is fetched as zeros and scored NaN.
@@ -138,35 +139,37 @@ def _store_e2m1(words, scale, q_smem, farthest, EXACT: gl.constexpr):
 
 
 @gluon.jit
-def _score_far_pages(words_ptr, ids, n, first, pages, q_ptr, q_scales_ptr, gate_ptr, row, q_smem, out_ptr, out_stride,
-                     max_length, NEXT_N: gl.constexpr, HEADS: gl.constexpr, EXACT: gl.constexpr):  # fmt: skip
-    """Score those of a request's n pages again that have far blocks, or all if its queries have."""
+def _score_far_pages(farthest, words_ptr, ids, n, first, pages, q_ptr, q_scales_ptr, gate_ptr, row, q_smem, out_ptr,
+                     out_stride, max_length, NEXT_N: gl.constexpr, HEADS: gl.constexpr,
+                     EXACT: gl.constexpr):  # fmt: skip
+    """If any block of a request's queries and n pages is far: score those pages again, or all if it is a query's."""
     PART: gl.constexpr = min(HEADS, 32)  # of a row's heads at a time: few registers
     PARTS: gl.constexpr = HEADS // PART
     N: gl.constexpr = NEXT_N * HEADS
-    q_smem = q_smem._reinterpret(gl.int8, q_smem.shape, q_smem.layout)
-    near = gl.zeros([64, 4], gl.int32, gl.SliceLayout(2, block_layout()))
-    q_farthest = near
-    cta_barrier()  # the request's queries are done with
-    for at in gl.static_range(0, N, 64):
-        q, scale = _e2m1_queries(q_ptr, q_scales_ptr, row, at, N)
-        q_farthest = gl.maximum(q_farthest, below_largest(scale, largest_byte(scale)))
-        q_smem.slice(at, 64, 0).store(unpack(q, near, True))
-    q_far = is_far(q_farthest, EXACT)
-    fence_async_shared()
-    cta_barrier()
-    q_parts = q_smem._reinterpret(gl.int8, [q_smem.shape[0] // PART, PART, 128], q_smem.layout)
-    for t in range(n):
-        page = gl.load(ids + t).to(gl.int64)
-        if (page >= 0) & (page < pages):
-            scale = gl.load(words_ptr + page * 1088 + 1024 + gl.arange(0, 64, layout=row_layout()))
-            if q_far | is_far(below_largest(scale, largest_byte(scale)), EXACT):
-                for j in range(NEXT_N):
-                    score = gl.zeros([64], gl.float32, gl.SliceLayout(1, far_layout(PART)))
-                    for part in range(j * PARTS, j * PARTS + PARTS):
-                        score += score_far(words_ptr, page, q_scales_ptr, gate_ptr, row + part * PART,
-                                           q_parts.index(part), PART)  # fmt: skip
-                    _store(out_ptr + j * out_stride, out_stride, (first + t) * 64, max_length, score[:, None])
+    if is_far(farthest, EXACT):
+        raw = q_smem._reinterpret(gl.int8, q_smem.shape, q_smem.layout)
+        near = gl.zeros_like(farthest)
+        q_farthest = near
+        cta_barrier()  # the request's queries are done with
+        for at in gl.static_range(0, N, 64):
+            q, scale = _e2m1_queries(q_ptr, q_scales_ptr, row, at, N)
+            q_farthest = gl.maximum(q_farthest, below_largest(scale, largest_byte(scale)))
+            raw.slice(at, 64, 0).store(unpack(q, near, True))
+        q_far = is_far(q_farthest, EXACT)
+        fence_async_shared()
+        cta_barrier()
+        parts = raw._reinterpret(gl.int8, [raw.shape[0] // PART, PART, 128], raw.layout)
+        for t in range(n):
+            page = gl.load(ids + t).to(gl.int64)
+            if (page >= 0) & (page < pages):
+                scale = gl.load(words_ptr + page * 1088 + 1024 + gl.arange(0, 64, layout=row_layout()))
+                if q_far | is_far(below_largest(scale, largest_byte(scale)), EXACT):
+                    for j in range(NEXT_N):
+                        score = gl.zeros([64], gl.float32, gl.SliceLayout(1, far_layout(PART)))
+                        for part in range(j * PARTS, j * PARTS + PARTS):
+                            score += score_far(words_ptr, page, q_scales_ptr, gate_ptr, row + part * PART,
+                                               parts.index(part), PART)  # fmt: skip
+                        _store(out_ptr + j * out_stride, out_stride, (first + t) * 64, max_length, score[:, None])
 
 
 @gluon.jit
@@ -301,9 +304,8 @@ def decode_sm90_kernel(
                 _store(out_rows, out_stride, (first + t) * 64, max_length, score)
                 fetched += 1
             if FMT == "e2m1":
-                if is_far(farthest, EXACT):
-                    _score_far_pages(words_ptr, ids, n, first, pages, q_ptr, q_scales_ptr, gate_ptr, row, q_smem,
-                                     out_rows, out_stride, max_length, NEXT_N, HEADS, EXACT)  # fmt: skip
+                _score_far_pages(farthest, words_ptr, ids, n, first, pages, q_ptr, q_scales_ptr, gate_ptr, row, q_smem,
+                                 out_rows, out_stride, max_length, NEXT_N, HEADS, EXACT)  # fmt: skip
             unit += n
         for i in gl.static_range(SLOTS):
             mbarrier.invalidate(ready.index(i))
@@ -349,6 +351,6 @@ def decode_sm90(
     decode_sm90_kernel[(min(most, processors * SM90.decode_programs[name]),)](
         k_desc, s_desc, words, codes, q_scales, gate, block_table, lengths, out, requests, pages.shape[0],
         block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=q_fmt, EXACT=exact, NEXT_N=next_n,
-        HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1, SUMS=SM90.decode_sums[name],
+        HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1, SUMS=SM90.decode_sums.get(name, False),
         REQUESTS=max(32, triton.next_power_of_2(requests)), num_warps=4, maxnreg=limit,
     )  # fmt: skip

@@ -167,10 +167,8 @@ def score_near(k_smem, scale, q_smem, gate, lacks, farthest, ROWS: gl.constexpr,
     factor = gl.where(largest == 255, float("nan"), power(largest) * lacks)
     farthest = gl.maximum(farthest, below)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-    if EXACT:
-        relu = gl.maximum(acc, 0).to(gl.float32, bitcast=True)
-    else:
-        relu = acc + gl.abs(acc)  # on another pipe than unpacking
+    # a sum is done on another pipe than unpacking
+    relu = gl.maximum(acc, 0).to(gl.float32, bitcast=True) if EXACT else acc + gl.abs(acc)
     return sum_heads(relu * gate, gl.convert_layout(factor, gl.SliceLayout(1, mma)), ROWS, HEADS), farthest
 
 
@@ -178,8 +176,8 @@ def score_near(k_smem, scale, q_smem, gate, lacks, farthest, ROWS: gl.constexpr,
 def gates(gate, byte, EXACT: gl.constexpr):
     """Gates [N] of heads whose largest block has the scale 2^(byte - 127), and what scores lack then.
 
-    EXACT: the gate of a head times its scale, over a power of two for all heads so that the largest is about 2^_TOP. NaN
-    and infinity stay; smaller than 2^-252 of the largest becomes 0.
+    EXACT: the gate of a head times its scale, over a power of two for all heads so that the largest is about 2^_TOP.
+    NaN and infinity stay; smaller than 2^-252 of the largest becomes 0.
     """
     lacks = 1.0
     if EXACT:

@@ -64,10 +64,10 @@ class Hopper:
         default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 2, "e2m1 exact": 2}
     )
     """Pages in flight of one program."""
-    decode_sums: dict[str, bool] = field(
-        default_factory=lambda: {"e4m3": False, "e4m3 exact": True, "bf16": False, "e2m1": False, "e2m1 exact": False}
-    )
-    """Whether relu is a sum, see `hopper.score_of`: where registers are unpacked, on the pipe of the maximum."""
+    decode_sums: dict[str, bool] = field(default_factory=lambda: {"e4m3": False, "e4m3 exact": True, "bf16": False})
+    """Whether relu is a sum, see `hopper.score_of`: where registers are unpacked, on the pipe of the maximum. e2m1 has
+    its own ways, see `hopper_e2m1`.
+    """
     decode_programs: dict[str, int] = field(
         default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 5, "e2m1 exact": 4}
     )

@@ -33,7 +33,7 @@ def random_codes(fmt, *shape):
     if fmt == "bf16":
         return torch.randn(*shape, 128).bfloat16(), None
     scales = torch.randint(118, 125, (*shape, 1)) + torch.randint(4, (*shape, 4))
-    scales[..., 1] -= 9 * (torch.rand(shape) < 0.01)
+    scales[..., 1] -= 12 * (torch.rand(shape) < 0.01)
     return torch.randint(256, (*shape, 64), dtype=torch.uint8), scales.to(torch.uint8)
 
 
