@@ -291,12 +291,15 @@ def _hopper_cases() -> list[Case]:
     for name, (dtype, _, columns, layout) in hopper_decode.PAGE_VIEWS.items():
         fmt = name.split()[0]
         slots = SM90.decode_slots[name]
+        limits = {"next_n 1": SM90.decode_registers[name], "next_n 2": None}
+        if name in SM90.decode_few:
+            limits["next_n 1, few pages"] = SM90.decode_few[name][1]
         for q_fmt in QUERY_FORMATS_OF[fmt]:
-            for next_n in (1, 2):
-                limit = SM90.decode_registers[name] if next_n == 1 else None
+            for what, limit in limits.items():
+                next_n = 2 if what == "next_n 2" else 1
                 listed.append(
                     Case(
-                        name=f"decode_sm90 {q_fmt} x {name} next_n {next_n}",
+                        name=f"decode_sm90 {q_fmt} x {name} {what}",
                         kernel=hopper_decode.decode_sm90_kernel,
                         types=[descriptor(triton_names[str(dtype)], 64, columns, layout)]
                         + [descriptor("fp32" if fmt == "e4m3" else "i32", 1, 64, hopper_decode.SCALES_LAYOUT)]

@@ -345,10 +345,12 @@ def decode_sm90(
     if q_fmt == "e2m1":
         codes = (codes if codes.data_ptr() % 16 == 0 else codes.clone()).view(torch.int32)
         q_scales = (q_scales if q_scales.data_ptr() % 4 == 0 else q_scales.clone()).view(torch.int32)
-    slots, limit = SM90.decode_slots[name], SM90.decode_registers[name]
+    slots, each, limit = SM90.decode_slots[name], SM90.decode_programs[name], SM90.decode_registers[name]
+    if name in SM90.decode_few and most < processors * SM90.decode_few_pages:
+        each, limit = SM90.decode_few[name]
     if next_n * heads > 64:
         limit = None
-    decode_sm90_kernel[(min(most, processors * SM90.decode_programs[name]),)](
+    decode_sm90_kernel[(min(most, processors * each),)](
         k_desc, s_desc, words, codes, q_scales, gate, block_table, lengths, out, requests, pages.shape[0],
         block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=q_fmt, EXACT=exact, NEXT_N=next_n,
         HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1, SUMS=SM90.decode_sums.get(name, False),

@@ -73,9 +73,12 @@ class Hopper:
     )
     """Programs on one multiprocessor."""
     decode_registers: dict[str, int | None] = field(
-        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 96, "e2m1 exact": 128}
+        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 96, "e2m1 exact": 112}
     )
     """Limit of registers a thread, so that the programs above fit."""
+    decode_few: dict[str, tuple[int, int]] = field(default_factory=lambda: {"e2m1": (4, 128)})
+    """Programs and registers instead where few pages fall to a multiprocessor: what is spilled once a request shows."""
+    decode_few_pages: int = 128
     decode_columns: int = 128
     """Most rows x heads of one program."""
     decode_requests: int = 1024
