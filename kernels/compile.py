@@ -48,7 +48,7 @@ SPILL_LIMIT = 16
 OUTER_SPILLS = 256
 """The same where few registers, for more programs at once, were measured to be worth spills outside the main loop."""
 
-LONG_LIST_SPILLS = 1536
+LONG_LIST_SPILLS = 640
 """The same where lists of 2048 are shrunk in 128 registers, which happens a few times a row."""
 
 
@@ -313,23 +313,27 @@ def _hopper_cases() -> list[Case]:
     for name, (dtype, _, columns, layout) in hopper_decode.PAGE_VIEWS.items():
         fmt = name.split()[0]
         slots = SM90.decode_slots[name]
+        limits = {"next_n 1": SM90.decode_registers[name], "next_n 2": None}
+        if name in SM90.decode_few:
+            limits["next_n 1, few pages"] = SM90.decode_few[name][1]
         for q_fmt in QUERY_FORMATS_OF[fmt]:
-            for next_n in (1, 2):
-                limit = SM90.decode_registers[name] if next_n == 1 else None
+            for what, limit in limits.items():
+                next_n = 2 if what == "next_n 2" else 1
                 listed.append(
                     Case(
-                        name=f"decode_sm90 {q_fmt} x {name} next_n {next_n}",
+                        name=f"decode_sm90 {q_fmt} x {name} {what}",
                         kernel=hopper_decode.decode_sm90_kernel,
                         types=[descriptor(triton_names[str(dtype)], 64, columns, layout)]
-                        + ["*fp32" if fmt == "e4m3" else "*i32", pointer[q_fmt], "*i32", "*fp32", "*i64"]
+                        + [descriptor("fp32" if fmt == "e4m3" else "i32", 1, 64, hopper_decode.SCALES_LAYOUT)]
+                        + ["*fp32" if fmt == "e4m3" else "*i32", pointer[q_fmt], "*i32", "*fp32"]
                         + ["*i32", "*i32", "*fp32"]
                         + ["i32"] * 5,
                         constants={"FMT": fmt, "Q_FMT": q_fmt, "EXACT": name.endswith("exact"), "NEXT_N": next_n}
                         | {"HEADS": HEADS, "SLOTS": slots, "SLOT_BITS": slots.bit_length() - 1, "REQUESTS": 256}
-                        | {"SUMS": SM90.decode_sums[name]},
+                        | {"SUMS": SM90.decode_sums.get(name, False)},
                         options={"num_warps": 4} | ({} if limit is None else {"maxnreg": limit}),
                         architectures=(90,),
-                        spill_limit=OUTER_SPILLS if name == "e2m1 exact" else SPILL_LIMIT,
+                        spill_limit=OUTER_SPILLS if fmt == "e2m1" else SPILL_LIMIT,
                     )
                 )
     return listed

@@ -11,13 +11,11 @@ format       how a page meets the tensor core           products
 e4m3         straight from shared memory                fp8, narrow accumulator
 e4m3 exact   widened to fp16 in registers               fp16, fp32 accumulator
 bf16         straight from shared memory                bf16, fp32 accumulator
-e2m1         turned to e4m3 in registers, by a table    fp8, narrow accumulator
-e2m1 exact   turned to fp16 in registers, by a table    fp16, fp32 accumulator
+e2m1         turned to e4m3 in registers                fp8, narrow accumulator
+e2m1 exact   turned to integers in registers            8-bit integers, exact
 ===========  =========================================  ==============================
 
-An e2m1 operand is a key (or a query's head) over the scale of its largest block; that scale is a factor of the score
-(of the gate). The table holds the eight magnitudes of a block whose scale is 2^-d of the largest. That is exact up to
-d = 14 in e4m3 and 28 in fp16; smaller blocks are rounded, to nothing in the end.
+Pages of e2m1 keys with blocks of very different scales (see `hopper_e2m1`) are scored once more, block by block.
 
 Whole pages are written, also where a row does not see all of one; the caller fills in -inf. A page id outside the pool
 is fetched as zeros and scored NaN.
@@ -25,15 +23,12 @@ is fetched as zeros and scored NaN.
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
-from functools import cache
-
 import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -43,15 +38,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .hopper import (
-    block_layout,
     byte_of_place,
     cta_barrier,
-    largest_byte,
     score_of,
-    unpack_e2m1,
     widen_e4m3,
     word_layout,
 )
+from .hopper_e2m1 import (
+    below_largest,
+    block_layout,
+    far_layout,
+    gates,
+    is_far,
+    largest_byte,
+    row_layout,
+    score_far,
+    score_near,
+    unpack,
+)
+from .hopper_e2m1 import word_layout as e2m1_layout
 from .layout import PageFormat
 from .tuning import SM90
 
@@ -65,9 +70,11 @@ PAGE_VIEWS = {
 """How the pool is seen as a matrix whose rows are entries: dtype, rows of a page (its scales are the rows beyond 64),
 columns, and the shared layout of a page's values."""
 
-_E4M3_LARGEST = gl.constexpr(6)
-"""Power of two times which the largest block of an e2m1 row is held in e4m3: 6 * 2^6 fits."""
-_FP16_LARGEST = gl.constexpr(13)
+
+SCALES_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+"""Shared layout of a page's scales, [1, 64] words."""
+_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+"""The same of [64]."""
 
 
 @gluon.jit
@@ -76,39 +83,24 @@ def _add(a, b):
 
 
 @gluon.jit
-def _fetch(k_desc, scales_ptr, k_smem, s_smem, bar, page, pages, FMT: gl.constexpr):
+def _fetch(k_desc, s_desc, k_smem, s_smem, bar, page, pages, FMT: gl.constexpr):
     """Bring a page into a slot; its barrier is complete when values and scales are there."""
-    known = (page >= 0) & (page < pages)
+    page = gl.where((page >= 0) & (page < pages), page, pages)
     ROWS: gl.constexpr = 66 if FMT == "e4m3" else (64 if FMT == "bf16" else 68)
     BYTES: gl.constexpr = 8192 if FMT == "e4m3" else (16384 if FMT == "bf16" else 4096)
-    mbarrier.expect(bar, BYTES)
-    tma.async_copy_global_to_shared(k_desc, [gl.where(known, page, pages) * ROWS, 0], bar, k_smem)
+    mbarrier.expect(bar, BYTES if FMT == "bf16" else BYTES + 256)
+    tma.async_copy_global_to_shared(k_desc, [page * ROWS, 0], bar, k_smem)
     if FMT != "bf16":
-        WORDS: gl.constexpr = 2112 if FMT == "e4m3" else 1088
-        entry = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        first = gl.where(known, page, 0).to(gl.int64) * WORDS + (WORDS - 64)
-        async_copy.async_copy_global_to_shared(s_smem, scales_ptr + first + entry)
-        async_copy.mbarrier_arrive(bar, increment_count=False)
+        LINES: gl.constexpr = BYTES // 256 + 1
+        tma.async_copy_global_to_shared(s_desc, [page * LINES + (LINES - 1), 0], bar, s_smem)
 
 
 @gluon.jit
-def _power(byte):
-    """2^(byte - 127) of a ue8m0 byte as fp32; of 255, infinity."""
-    return gl.maximum(byte << 23, 0x400000).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _gates(gate_ptr, q_scales_ptr, column, FMT: gl.constexpr, EXACT: gl.constexpr, SUMS: gl.constexpr):
-    """fp32 gates of heads, times what their e2m1 operands lack; halved if SUMS."""
-    gate = gl.load(gate_ptr + column)
-    HALVED: gl.constexpr = 0.5 if SUMS else 1.0
-    if FMT == "e2m1":
-        byte = largest_byte(gl.load(q_scales_ptr + column))
-        lacks: gl.constexpr = HALVED * 2.0 ** -(2 * (_FP16_LARGEST if EXACT else _E4M3_LARGEST))
-        gate = gl.where(byte == 255, float("nan"), gate * lacks * _power(byte))
-    elif SUMS:
-        gate = gate * HALVED
-    return gate
+def _store(out_ptr, out_stride, first, max_length, score):
+    """Write scores [64, rows] of entries first, first + 1 .. to the rows at out_ptr."""
+    row = gl.arange(0, score.shape[1], layout=gl.SliceLayout(0, score.type.layout)).to(gl.int64)
+    entry = first + gl.arange(0, 64, layout=gl.SliceLayout(1, score.type.layout))
+    gl.store(out_ptr + row[None, :] * out_stride + entry[:, None], score, mask=(entry < max_length)[:, None])
 
 
 @gluon.jit
@@ -128,49 +120,81 @@ def _queries(q_ptr, row, N: gl.constexpr, FMT: gl.constexpr, Q_FMT: gl.constexpr
 
 
 @gluon.jit
-def _unpack_queries(q_ptr, q_scales_ptr, tables_ptr, row, q_smem, N: gl.constexpr, EXACT: gl.constexpr):
-    """Put N heads of e2m1 queries into shared memory, 64 at a time, with the dims in the order of the keys'."""
-    layout: gl.constexpr = block_layout()
+def _e2m1_queries(q_ptr, q_scales_ptr, row, first: gl.constexpr, N: gl.constexpr):
+    """Words [64, 16] and scales [64] of heads first, first + 1 ..; zeros beyond N."""
+    layout: gl.constexpr = e2m1_layout()
     word = gl.arange(0, 16, layout=gl.SliceLayout(0, layout))[None, :]
-    for first in gl.static_range(0, N, 64):
-        place = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-        words = gl.load(q_ptr + (row + place)[:, None] * 16 + word, mask=(place < N)[:, None], other=0)
-        scale = gl.load(q_scales_ptr + row + place, mask=place < N, other=0)
-        x = unpack_e2m1(words, scale, largest_byte(scale), tables_ptr, EXACT)
-        q_smem.slice(first, 64, 0).store(x)
+    place = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    words = gl.load(q_ptr + (row + place)[:, None] * 16 + word, mask=(place < N)[:, None], other=0)
+    place = first + gl.arange(0, 64, layout=row_layout())
+    return words, gl.load(q_scales_ptr + row + place, mask=place < N, other=0)
 
 
 @gluon.jit
-def _product(k_smem, s_smem, q_smem, tables_ptr, N: gl.constexpr, FMT: gl.constexpr, EXACT: gl.constexpr,
-             mma: gl.constexpr):  # fmt: skip
+def _store_e2m1(words, scale, q_smem, farthest, EXACT: gl.constexpr):
+    """Put 64 heads into shared memory; returns `farthest` [64, 4] raised to their `below_largest`."""
+    below = below_largest(scale, largest_byte(scale))
+    q_smem.store(unpack(words, below, EXACT))
+    return gl.maximum(farthest, below)
+
+
+@gluon.jit
+def _score_far_pages(farthest, words_ptr, ids, n, first, pages, q_ptr, q_scales_ptr, gate_ptr, row, q_smem, out_ptr,
+                     out_stride, max_length, NEXT_N: gl.constexpr, HEADS: gl.constexpr,
+                     EXACT: gl.constexpr):  # fmt: skip
+    """If any block of a request's queries and n pages is far: score those pages again, or all if it is a query's."""
+    PART: gl.constexpr = min(HEADS, 32)  # of a row's heads at a time: few registers
+    PARTS: gl.constexpr = HEADS // PART
+    N: gl.constexpr = NEXT_N * HEADS
+    if is_far(farthest, EXACT):
+        raw = q_smem._reinterpret(gl.int8, q_smem.shape, q_smem.layout)
+        near = gl.zeros_like(farthest)
+        q_farthest = near
+        cta_barrier()  # the request's queries are done with
+        for at in gl.static_range(0, N, 64):
+            q, scale = _e2m1_queries(q_ptr, q_scales_ptr, row, at, N)
+            q_farthest = gl.maximum(q_farthest, below_largest(scale, largest_byte(scale)))
+            raw.slice(at, 64, 0).store(unpack(q, near, True))
+        q_far = is_far(q_farthest, EXACT)
+        fence_async_shared()
+        cta_barrier()
+        parts = raw._reinterpret(gl.int8, [raw.shape[0] // PART, PART, 128], raw.layout)
+        for t in range(n):
+            page = gl.load(ids + t).to(gl.int64)
+            if (page >= 0) & (page < pages):
+                scale = gl.load(words_ptr + page * 1088 + 1024 + gl.arange(0, 64, layout=row_layout()))
+                if q_far | is_far(below_largest(scale, largest_byte(scale)), EXACT):
+                    for j in range(NEXT_N):
+                        score = gl.zeros([64], gl.float32, gl.SliceLayout(1, far_layout(PART)))
+                        for part in range(j * PARTS, j * PARTS + PARTS):
+                            score += score_far(words_ptr, page, q_scales_ptr, gate_ptr, row + part * PART,
+                                               parts.index(part), PART)  # fmt: skip
+                        _store(out_ptr + j * out_stride, out_stride, (first + t) * 64, max_length, score[:, None])
+
+
+@gluon.jit
+def _product(k_smem, s_smem, q_smem, N: gl.constexpr, FMT: gl.constexpr, EXACT: gl.constexpr, mma: gl.constexpr):
     """Products [64, N] of one page, in flight, and the factors of its keys' scores, fp32 [64]."""
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2 if EXACT else 4)
     key_layout: gl.constexpr = gl.SliceLayout(1, mma)
     factor = gl.full([64], 1.0, gl.float32, key_layout)
     keys = k_smem
-    if FMT == "e2m1":
-        scale = s_smem.load(gl.SliceLayout(1, block_layout()))
-        largest = largest_byte(scale)
-        keys = unpack_e2m1(k_smem.load(block_layout()), scale, largest, tables_ptr, EXACT)
-        keys = gl.convert_layout(keys, operand, assert_trivial=True)
-        factor = gl.convert_layout(gl.where(largest == 255, float("nan"), _power(largest)), key_layout)
-    elif FMT == "e4m3":
-        factor = s_smem.load(key_layout)
-        if EXACT:
-            keys = widen_e4m3(k_smem.load(word_layout(32)), operand)
+    if FMT != "bf16":
+        factor = s_smem._reinterpret(gl.float32, [64], _PLAIN).load(key_layout)
+    if EXACT and FMT == "e4m3":
+        keys = widen_e4m3(k_smem.load(word_layout(32)), gl.DotOperandLayout(0, mma, 2))
     acc = gl.zeros([64, N], gl.float32, mma)
-    acc = warpgroup_mma(keys, q_smem.slice(0, N, 0).permute([1, 0]), acc, use_acc=False, is_async=True)
+    acc = warpgroup_mma(keys, q_smem.permute([1, 0]), acc, use_acc=False, is_async=True)
     return acc, factor
 
 
 @gluon.jit
 def decode_sm90_kernel(
     k_desc,
-    scales_ptr,
+    s_desc,
+    words_ptr,
     q_ptr,
     q_scales_ptr,
     gate_ptr,
-    tables_ptr,
     table_ptr,
     lengths_ptr,
     out_ptr,
@@ -191,7 +215,8 @@ def decode_sm90_kernel(
 ):
     """One program scores an equal share of the pages in use, REQUESTS a power of two that holds `requests`."""
     N: gl.constexpr = NEXT_N * HEADS
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16 if EXACT or FMT == "bf16" else 32])
+    WIDE: gl.constexpr = FMT == "bf16" or (EXACT and FMT == "e4m3")
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16 if WIDE else 32])
 
     # few requests: every warp holds them all, so that sums over them need no shared memory
     SPREAD: gl.constexpr = 32 if REQUESTS <= 128 else 128
@@ -209,18 +234,18 @@ def decode_sm90_kernel(
         k_smem = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 64, k_desc.block_shape[1]], k_desc.layout)
         s_smem = k_smem
         if FMT != "bf16":
-            word: gl.constexpr = gl.float32 if FMT == "e4m3" else gl.int32
-            s_smem = gl.allocate_shared_memory(word, [SLOTS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+            s_smem = gl.allocate_shared_memory(s_desc.dtype, [SLOTS, 1, 64], s_desc.layout)
         ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(SLOTS):
-            mbarrier.init(ready.index(i), count=1 if FMT == "bf16" else 1 + 32 * gl.num_warps())
+            mbarrier.init(ready.index(i), count=1)
         fence_async_shared()
         wide: gl.constexpr = gl.bfloat16 if FMT == "bf16" else gl.float16
         Q_ROWS: gl.constexpr = 64 if FMT == "e2m1" and N < 64 else N
-        if EXACT or FMT == "bf16":
+        if WIDE:
             q_smem = gl.allocate_shared_memory(wide, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 16))
         else:
-            q_smem = gl.allocate_shared_memory(gl.float8e4nv, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 8))
+            byte: gl.constexpr = gl.int8 if EXACT else gl.float8e4nv
+            q_smem = gl.allocate_shared_memory(byte, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 8))
         fetched = 0
         while unit < last:
             request = gl.sum((upto <= unit).to(gl.int32), axis=0)
@@ -228,21 +253,33 @@ def decode_sm90_kernel(
             n = gl.minimum(gl.sum(gl.where(b == request, used, 0), axis=0) - first, last - unit)
             ids = table_ptr + request.to(gl.int64) * table_stride + first
             row = request.to(gl.int64) * N
-            if FMT != "e2m1":
-                q = _queries(q_ptr, row, N, FMT, Q_FMT, EXACT)
+            out_rows = out_ptr + request.to(gl.int64) * NEXT_N * out_stride
             head = row + gl.arange(0, N, layout=gl.SliceLayout(0, mma))
-            gate = _gates(gate_ptr, q_scales_ptr, head, FMT, EXACT, SUMS)[None, :]
+            gate = gl.load(gate_ptr + head)
+            if FMT == "e2m1":
+                q, q_scale = _e2m1_queries(q_ptr, q_scales_ptr, row, 0, N)
+                q_largest = largest_byte(gl.load(q_scales_ptr + head))
+            else:
+                q = _queries(q_ptr, row, N, FMT, Q_FMT, EXACT)
             for i in gl.static_range(SLOTS):
                 if i < n:
                     slot = (fetched + i) & (SLOTS - 1)
-                    _fetch(k_desc, scales_ptr, k_smem.index(slot), s_smem.index(slot), ready.index(slot),
+                    _fetch(k_desc, s_desc, k_smem.index(slot), s_smem.index(slot), ready.index(slot),
                            gl.load(ids + i), pages, FMT)  # fmt: skip
             following = gl.load(ids + SLOTS, mask=n > SLOTS, other=-1)
             cta_barrier()  # the last request's queries are done with
             if FMT == "e2m1":
-                _unpack_queries(q_ptr, q_scales_ptr, tables_ptr, row, q_smem, N, EXACT)
+                gate, lacks = gates(gate, q_largest, EXACT)
+                farthest = gl.zeros([64, 4], gl.int32, gl.SliceLayout(2, block_layout()))
+                farthest = _store_e2m1(q, q_scale, q_smem.slice(0, 64, 0), farthest, EXACT)
+                if N > 64:
+                    q, q_scale = _e2m1_queries(q_ptr, q_scales_ptr, row, 64, N)
+                    farthest = _store_e2m1(q, q_scale, q_smem.slice(64, 64, 0), farthest, EXACT)
             else:
                 q_smem.store(q)
+                if SUMS:
+                    gate = gate * 0.5
+            gate = gate[None, :]
             fence_async_shared()
             cta_barrier()
             for t in range(n):
@@ -253,32 +290,25 @@ def decode_sm90_kernel(
                 following = gl.load(ids + t + SLOTS + 1, mask=t + SLOTS + 1 < n, other=-1)
                 values, scales = k_smem.index(slot), s_smem.index(slot)
                 mbarrier.wait(ready.index(slot), (fetched >> SLOT_BITS) & 1)
-                acc, factor = _product(values, scales, q_smem, tables_ptr, N, FMT, EXACT, mma)
-                acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-                score = score_of(acc, gate, gl.where(known, factor, float("nan")), NEXT_N, HEADS, SUMS)
+                if FMT == "e2m1":
+                    scale = scales._reinterpret(gl.int32, [64], _PLAIN).load(row_layout())
+                    score, farthest = score_near(values, scale, q_smem, gate, gl.where(known, lacks, float("nan")),
+                                                 farthest, NEXT_N, HEADS, EXACT, mma)  # fmt: skip
+                else:
+                    acc, factor = _product(values, scales, q_smem, N, FMT, EXACT, mma)
+                    acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+                    score = score_of(acc, gate, gl.where(known, factor, float("nan")), NEXT_N, HEADS, SUMS)
                 cta_barrier()  # every warp has read the slot
                 if t + SLOTS < n:
-                    _fetch(k_desc, scales_ptr, values, scales, ready.index(slot), refill, pages, FMT)
-                j = gl.arange(0, NEXT_N, layout=gl.SliceLayout(0, score.type.layout))
-                entry = (first + t) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, score.type.layout))
-                to = out_ptr + (request.to(gl.int64) * NEXT_N + j)[None, :] * out_stride + entry[:, None]
-                gl.store(to, score, mask=(entry < max_length)[:, None])
+                    _fetch(k_desc, s_desc, values, scales, ready.index(slot), refill, pages, FMT)
+                _store(out_rows, out_stride, (first + t) * 64, max_length, score)
                 fetched += 1
+            if FMT == "e2m1":
+                _score_far_pages(farthest, words_ptr, ids, n, first, pages, q_ptr, q_scales_ptr, gate_ptr, row, q_smem,
+                                 out_rows, out_stride, max_length, NEXT_N, HEADS, EXACT)  # fmt: skip
             unit += n
         for i in gl.static_range(SLOTS):
             mbarrier.invalidate(ready.index(i))
-
-
-@cache
-def e2m1_tables(exact: bool, device: str) -> Tensor:
-    """int64 [32]: the bytes of an e2m1 block's eight magnitudes, the block's scale 2^-d of its row's largest.
-
-    Bytes of e4m3, or (exact) the high bytes of fp16: those of e5m2.
-    """
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    scaled = values * 2.0 ** ((_FP16_LARGEST if exact else _E4M3_LARGEST).value - torch.arange(32.0)[:, None])
-    tables: Tensor = scaled.to(torch.float8_e5m2 if exact else torch.float8_e4m3fn).view(torch.int64).flatten()
-    return tables.to(device)
 
 
 def runs(heads: int, next_n: int, requests: int, pages: Tensor, form: PageFormat) -> bool:
@@ -308,19 +338,21 @@ def decode_sm90(
     shape = [pages.shape[0] * page_rows, width]
     k_desc = TensorDescriptor(pages.view(dtype), shape, [width, 1], [64, width], layout)
     words = pages.view(torch.float32 if form.name == "e4m3" else torch.int32)
+    s_desc = TensorDescriptor(words, [words.numel() // 64, 64], [64, 1], [1, 64], SCALES_LAYOUT)
     requests, max_length, heads = block_table.shape[0], out.shape[1], codes.shape[1]
     most = requests * triton.cdiv(max_length, 64)
     processors = torch.cuda.get_device_properties(pages.device).multi_processor_count
     if q_fmt == "e2m1":
         codes = (codes if codes.data_ptr() % 16 == 0 else codes.clone()).view(torch.int32)
         q_scales = (q_scales if q_scales.data_ptr() % 4 == 0 else q_scales.clone()).view(torch.int32)
-    slots, limit = SM90.decode_slots[name], SM90.decode_registers[name]
+    slots, each, limit = SM90.decode_slots[name], SM90.decode_programs[name], SM90.decode_registers[name]
+    if name in SM90.decode_few and most < processors * SM90.decode_few_pages:
+        each, limit = SM90.decode_few[name]
     if next_n * heads > 64:
         limit = None
-    decode_sm90_kernel[(min(most, processors * SM90.decode_programs[name]),)](
-        k_desc, words, codes, q_scales, gate, e2m1_tables(exact, str(pages.device)), block_table, lengths, out,
-        requests, pages.shape[0],
+    decode_sm90_kernel[(min(most, processors * each),)](
+        k_desc, s_desc, words, codes, q_scales, gate, block_table, lengths, out, requests, pages.shape[0],
         block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=q_fmt, EXACT=exact, NEXT_N=next_n,
-        HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1, SUMS=SM90.decode_sums[name],
+        HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1, SUMS=SM90.decode_sums.get(name, False),
         REQUESTS=max(32, triton.next_power_of_2(requests)), num_warps=4, maxnreg=limit,
     )  # fmt: skip

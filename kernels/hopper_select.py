@@ -67,15 +67,23 @@ def _row_offset(count, width):
 
 
 @gluon.jit
+def _once_more(held_ptr, list_ptr, count, LIST: gl.constexpr):
+    """The rows' lists, for long ones computed anew: a thread would spill its addresses from one access to the next."""
+    if LIST > 1024:
+        held_ptr = list_ptr + _row_offset(count, 2 * LIST)
+    return held_ptr
+
+
+@gluon.jit
 def _shrink(list_ptr, count, limit, k, LIST: gl.constexpr, layout: gl.constexpr):
     """Shrink every list of more than k scores, none below its row's limit, to its k best, in order; returns all counts
     and limits. list_ptr: the lists of all programs as words, a score and its column in turn.
     """
     cta_barrier()  # other threads stored the lists
-    list_ptr += _row_offset(count, 2 * LIST)
+    held_ptr = list_ptr + _row_offset(count, 2 * LIST)
     place = gl.arange(0, LIST, layout=gl.SliceLayout(0, layout))[None, :]
     there = (place < count[:, None]) & (count > k)[:, None]
-    held = gl.where(there, _order(gl.load(list_ptr + 2 * place, mask=there, other=0)), _LOWEST)
+    held = gl.where(there, _order(gl.load(held_ptr + 2 * place, mask=there, other=0)), _LOWEST)
     high = gl.max(held, axis=1)
     low = gl.min(gl.where(there, held, 0x7FFFFFFF), axis=1)
     # k keys or more are >= low and fewer than k are > high; in the end low is the k-th key or parts k from the others
@@ -93,10 +101,13 @@ def _shrink(list_ptr, count, limit, k, LIST: gl.constexpr, layout: gl.constexpr)
     kept = there & ((held > low[:, None]) | ((held == low[:, None]) & (rank <= wanted[:, None])))
     target = 2 * ((sums & 0xFFFF) + gl.minimum(rank, wanted[:, None]) - 1)
     cta_barrier()  # every thread has read
-    gl.store(list_ptr + target, _score(held).to(gl.int32, bitcast=True), mask=kept)
-    column = gl.load(list_ptr + 2 * place + 1, mask=there, other=0)
+    held_ptr = _once_more(held_ptr, list_ptr, count, LIST)
+    gl.store(held_ptr + target, _score(held).to(gl.int32, bitcast=True), mask=kept)
+    held_ptr = _once_more(held_ptr, list_ptr, count, LIST)
+    column = gl.load(held_ptr + 2 * place + 1, mask=there, other=0)
+    held_ptr = _once_more(held_ptr, list_ptr, count, LIST)
     cta_barrier()
-    gl.store(list_ptr + target + 1, column, mask=kept)
+    gl.store(held_ptr + target + 1, column, mask=kept)
     # a limit below -inf, as NaN, is no number to compare with: the row stays open
     return gl.where(count > k, k, count), gl.where((count > k) & (low >= _MINUS_INF), low, limit)
 

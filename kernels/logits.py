@@ -54,10 +54,8 @@ def paged_logits(
 
     A page id outside the pool gives NaN for its visible columns and is never followed; ids of pages beyond
     every row's length are not looked at. exact=False lets fp8 products be added up by the instruction's narrow
-    accumulator where a kernel has that (DeepGEMM's accuracy). On Hopper an e2m1 row is held over the scale of its
-    largest block: blocks whose scales are below 2^-28 of that (exact=False: 2^-14) are rounded. fill=False leaves
-    columns at or beyond a row's length undefined, for a caller whose top-k takes the lengths. out: fp32 [R,
-    max_length] to write to, rows may be strided.
+    accumulator where a kernel has that (DeepGEMM's accuracy). fill=False leaves columns at or beyond a row's length
+    undefined, for a caller whose top-k takes the lengths. out: fp32 [R, max_length] to write to, rows may be strided.
 
     Formula: DeepSeek-V3.2-Exp and V4 inference code; DeepGEMM `fp8_paged_mqa_logits`. Raises ValueError for other
     shapes, dtypes, heads that are no multiple of 16, or a query format that no deployment uses with these pages.

@@ -26,7 +26,7 @@ class Plain:
     """Tiles of 64 keys that one program walks over."""
     query_warps: int = 1
     """Warps that quantise 32 rows; more than one has to exchange them."""
-    query_stages: dict[str, int] = field(default_factory=lambda: {"e4m3": 2, "bf16": 2, "e2m1": 2})
+    query_stages: dict[str, int] = field(default_factory=lambda: {"e4m3": 2, "bf16": 2, "e2m1": 2, "e2m1 exact": 2})
     """Blocks of rows of one program that are loaded or computed at a time, by query format."""
     query_programs: int = 12
     """Programs on one multiprocessor."""
@@ -67,18 +67,21 @@ class Hopper:
         default_factory=lambda: {"e4m3": 2, "e4m3 exact": 2, "bf16": 2, "e2m1": 2, "e2m1 exact": 2}
     )
     """Pages in flight of one program."""
-    decode_sums: dict[str, bool] = field(
-        default_factory=lambda: {"e4m3": False, "e4m3 exact": True, "bf16": False, "e2m1": True, "e2m1 exact": True}
-    )
-    """Whether relu is a sum, see `hopper.score_of`: where registers are unpacked, on the pipe of the maximum."""
+    decode_sums: dict[str, bool] = field(default_factory=lambda: {"e4m3": False, "e4m3 exact": True, "bf16": False})
+    """Whether relu is a sum, see `hopper.score_of`: where registers are unpacked, on the pipe of the maximum. e2m1 has
+    its own ways, see `hopper_e2m1`.
+    """
     decode_programs: dict[str, int] = field(
-        default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 5, "e2m1 exact": 5}
+        default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 5, "e2m1 exact": 4}
     )
     """Programs on one multiprocessor."""
     decode_registers: dict[str, int | None] = field(
-        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 96, "e2m1 exact": 96}
+        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 96, "e2m1 exact": 112}
     )
     """Limit of registers a thread, so that the programs above fit."""
+    decode_few: dict[str, tuple[int, int]] = field(default_factory=lambda: {"e2m1": (4, 128)})
+    """Programs and registers instead where few pages fall to a multiprocessor: what is spilled once a request shows."""
+    decode_few_pages: int = 128
     decode_columns: int = 128
     """Most rows x heads of one program."""
     query_warps: int = 4
@@ -93,7 +96,7 @@ class Hopper:
 
 SM90 = Hopper()
 PLAIN = {
-    9: Plain(prefill_warps=4, topk_registers=(64, 80), query_stages={"e4m3": 3, "bf16": 3, "e2m1": 2}),
+    9: Plain(prefill_warps=4, topk_registers=(64, 80), query_stages={"e4m3": 3, "bf16": 3, "e2m1": 2, "e2m1 exact": 2}),
     10: Plain(),  # by reasoning: as sm_90 where nothing spills
     12: Plain(prefill_warps=4),  # by reasoning: no warpgroup instructions, a quarter of the tile per warp
 }
