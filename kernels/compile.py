@@ -305,10 +305,11 @@ def _hopper_cases() -> list[Case]:
                         + [descriptor("fp32" if fmt == "e4m3" else "i32", 1, 64, hopper_decode.SCALES_LAYOUT)]
                         + ["*fp32" if fmt == "e4m3" else "*i32", pointer[q_fmt], "*i32", "*fp32"]
                         + ["*i32", "*i32", "*fp32"]
-                        + ["i32"] * 5,
+                        + ["i32"] * 6,
                         constants={"FMT": fmt, "Q_FMT": q_fmt, "EXACT": name.endswith("exact"), "NEXT_N": next_n}
                         | {"HEADS": HEADS, "SLOTS": slots, "SLOT_BITS": slots.bit_length() - 1, "REQUESTS": 256}
-                        | {"SUMS": SM90.decode_sums.get(name, False)},
+                        | {"SUMS": SM90.decode_sums.get(name, False), "EACH": SM90.decode_programs[name]}
+                        | {"LEAD": SM90.decode_lead.get(name, 0)},
                         options={"num_warps": 4} | ({} if limit is None else {"maxnreg": limit}),
                         architectures=(90,),
                         spill_limit=OUTER_SPILLS if fmt == "e2m1" else SPILL_LIMIT,
