@@ -291,11 +291,12 @@ def _hopper_cases() -> list[Case]:
     for name, (dtype, _, columns, layout) in hopper_decode.PAGE_VIEWS.items():
         fmt = name.split()[0]
         slots = SM90.decode_slots[name]
-        limits = {"next_n 1": SM90.decode_registers[name], "next_n 2": None}
+        each, lead = SM90.decode_programs[name], SM90.decode_lead.get(name, 0)
+        launches = {"next_n 1": (each, SM90.decode_registers[name], lead), "next_n 2": (each, None, lead)}
         if name in SM90.decode_few:
-            limits["next_n 1, few pages"] = SM90.decode_few[name][1]
+            launches["next_n 1, few pages"] = (*SM90.decode_few[name], 0)
         for q_fmt in QUERY_FORMATS_OF[fmt]:
-            for what, limit in limits.items():
+            for what, (each, limit, lead) in launches.items():
                 next_n = 2 if what == "next_n 2" else 1
                 listed.append(
                     Case(
@@ -308,8 +309,7 @@ def _hopper_cases() -> list[Case]:
                         + ["i32"] * 6,
                         constants={"FMT": fmt, "Q_FMT": q_fmt, "EXACT": name.endswith("exact"), "NEXT_N": next_n}
                         | {"HEADS": HEADS, "SLOTS": slots, "SLOT_BITS": slots.bit_length() - 1, "REQUESTS": 256}
-                        | {"SUMS": SM90.decode_sums.get(name, False), "EACH": SM90.decode_programs[name]}
-                        | {"LEAD": SM90.decode_lead.get(name, 0)},
+                        | {"SUMS": SM90.decode_sums.get(name, False), "EACH": each, "LEAD": lead},
                         options={"num_warps": 4} | ({} if limit is None else {"maxnreg": limit}),
                         architectures=(90,),
                         spill_limit=OUTER_SPILLS if fmt == "e2m1" else SPILL_LIMIT,

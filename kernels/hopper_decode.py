@@ -369,14 +369,15 @@ def decode_sm90(
         codes = (codes if codes.data_ptr() % 16 == 0 else codes.clone()).view(torch.int32)
         q_scales = (q_scales if q_scales.data_ptr() % 4 == 0 else q_scales.clone()).view(torch.int32)
     slots, each, limit = SM90.decode_slots[name], SM90.decode_programs[name], SM90.decode_registers[name]
+    lead = SM90.decode_lead.get(name, 0)
     if name in SM90.decode_few and most < processors * SM90.decode_few_pages:
-        each, limit = SM90.decode_few[name]
+        (each, limit), lead = SM90.decode_few[name], 0
     if next_n * heads > 64:
         limit = None
-    lead = SM90.decode_lead.get(name, 0)
-    if most < processors * each:
-        processors, each, lead = most, 1, 0
-    decode_sm90_kernel[(processors * each,)](
+    programs = processors * each
+    if most < programs:
+        programs, lead = most, 0
+    decode_sm90_kernel[(programs,)](
         k_desc, s_desc, words, codes, q_scales, gate, block_table, lengths, out, requests, pages.shape[0],
         block_table.stride(0), out.stride(0), max_length, processors, FMT=form.name, Q_FMT=q_fmt, EXACT=exact,
         NEXT_N=next_n, HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1,
