@@ -69,7 +69,18 @@ _FLOATS = gl.constexpr(
     }"""
 )
 _BYTES = gl.constexpr("".join(f"mov.b32 ${i}, ${8 + i % 2 * 4 + i // 2};" for i in range(8)))
-_LARGER = gl.constexpr("max.u16x2 $0, $1, $2;")
+# The larger byte of each half comes to its top, then the larger of those:
+_LARGEST = gl.constexpr(
+    """{
+    .reg .b32 t, u;
+    prmt.b32 t, $1, 0, 0x2301;
+    max.u16x2 u, $1, t;
+    prmt.b32 t, u, 0, 0x1032;
+    max.u16x2 u, u, t;
+    shr.u32 $0, u, 24;
+    }"""
+)
+_BYTE = gl.constexpr("prmt.b32 $0, $1, 0, $2;")
 
 
 @gluon.constexpr_function
@@ -96,16 +107,17 @@ def row_layout():
 @gluon.jit
 def largest_byte(scale):
     """The largest of the four bytes of each int32."""
-    even, odd = scale & 0x00FF00FF, (scale >> 8) & 0x00FF00FF
-    both = gl.inline_asm_elementwise(_LARGER, "=r,r,r", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
-    return gl.maximum(both & 0xFFFF, both >> 16)
+    return gl.inline_asm_elementwise(_LARGEST, "=r,r", [scale], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def below_largest(scale, largest):
     """int32 [64, 4]: powers of two of each block below its row's largest, at most 31. scale, largest: [64]."""
     block = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, block_layout())))
-    return gl.minimum(largest[:, None] - ((scale[:, None] >> (block * 8)[None, :]) & 255), 31)
+    own = gl.inline_asm_elementwise(
+        _BYTE, "=r,r,r", [scale[:, None], (0x4440 + block)[None, :]], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return gl.minimum(largest[:, None] - own, 31)
 
 
 @gluon.jit
@@ -164,7 +176,8 @@ def score_near(k_smem, scale, q_smem, gate, lacks, farthest, ROWS: gl.constexpr,
     largest = largest_byte(scale)
     below = below_largest(scale, largest)
     acc = product(unpack(k_smem.load(word_layout()), below, EXACT), q_smem, ROWS * HEADS, mma)
-    factor = gl.where(largest == 255, float("nan"), power(largest) * lacks)
+    factor = power(largest)
+    factor = factor * lacks + factor * 0.0  # the latter is NaN if the scale is
     farthest = gl.maximum(farthest, below)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
     # a sum is done on another pipe than unpacking
