@@ -75,7 +75,7 @@ def test_run_prints_and_writes(cli, mini, tmp_path):
     # of 1024 entries the last row compared, which is a needle's, sees 1022
     assert (fp8["length"], fp8["k"], fp8["visible"], fp8["bytes_per_entry"]) == (4096, 64, 1022, 132)
     assert f"Jaccard {fp8['jaccard_tied']:.3f}" in words  # not that of the what-if theta
-    assert len(fp8["needle_rank"]) == 216, "all records of the keys that the text asks for"
+    assert len(fp8["needle_rank"]) == 225, "all records of the keys that the text asks for"
     assert report["cases"][3]["theta"] == 10000.0
     assert report["cases"][3]["replaced"]["k_theta"] == 10000.0
     assert report["stage_evaluations"]["computed"] < report["stage_evaluations"]["asked"]

@@ -19,9 +19,9 @@ ROWS = 48
 @pytest.fixture(scope="module")
 def layer(mini):
     checkpoint = Checkpoint(mini)
-    trace = Trace.load(mini / "trace.safetensors", 4)
+    trace = Trace.load(mini / "trace.safetensors", 2)
     queries = torch.linspace(1000, 4095, ROWS).long()
-    return Pipeline(checkpoint.config, checkpoint.load(4), trace["x"], trace["qr"], queries=queries)
+    return Pipeline(checkpoint.config, checkpoint.load(2), trace["x"], trace["qr"], queries=queries)
 
 
 @pytest.fixture(scope="module")
