@@ -111,9 +111,9 @@ def test_right_and_wrong_kernels(fmt, text):
     assert good["ms"] > 0
     assert good["bytes_per_entry"] == problem.bytes_per_entry
     if problem.measure == "different":
-        written = run(problem)()
-        (written if shape.kind == "keys" else written[0].codes.view(torch.uint8)).fill_(1)
-        assert not problem.error(written) < problem.limit
+        result = run(problem)()
+        (result if shape.kind == "keys" else result[0].codes.view(torch.uint8)).fill_(1)
+        assert not problem.error(result) < problem.limit
         return
     bad = bench.measure("broken", lambda p: lambda: BREAK[p.measure](run(p)()), [problem], TOP)
     assert bad["wrong"]
