@@ -313,12 +313,11 @@ def _hopper_cases() -> list[Case]:
     for name, (dtype, _, columns, layout) in hopper_decode.PAGE_VIEWS.items():
         fmt = name.split()[0]
         slots = SM90.decode_slots[name]
-        each, lead = SM90.decode_programs[name], SM90.decode_lead.get(name, 0)
-        launches = {"next_n 1": (each, SM90.decode_registers[name], lead), "next_n 2": (each, None, lead)}
+        limits = {"next_n 1": SM90.decode_registers[name], "next_n 2": None}
         if name in SM90.decode_few:
-            launches["next_n 1, few pages"] = (*SM90.decode_few[name], 0)
+            limits["next_n 1, few pages"] = SM90.decode_few[name][1]
         for q_fmt in QUERY_FORMATS_OF[fmt]:
-            for what, (each, limit, lead) in launches.items():
+            for what, limit in limits.items():
                 next_n = 2 if what == "next_n 2" else 1
                 listed.append(
                     Case(
@@ -328,10 +327,10 @@ def _hopper_cases() -> list[Case]:
                         + [descriptor("fp32" if fmt == "e4m3" else "i32", 1, 64, hopper_decode.SCALES_LAYOUT)]
                         + ["*fp32" if fmt == "e4m3" else "*i32", pointer[q_fmt], "*i32", "*fp32"]
                         + ["*i32", "*i32", "*fp32"]
-                        + ["i32"] * 6,
+                        + ["i32"] * 5,
                         constants={"FMT": fmt, "Q_FMT": q_fmt, "EXACT": name.endswith("exact"), "NEXT_N": next_n}
                         | {"HEADS": HEADS, "SLOTS": slots, "SLOT_BITS": slots.bit_length() - 1, "REQUESTS": 256}
-                        | {"SUMS": SM90.decode_sums.get(name, False), "EACH": each, "LEAD": lead},
+                        | {"SUMS": SM90.decode_sums.get(name, False)},
                         options={"num_warps": 4} | ({} if limit is None else {"maxnreg": limit}),
                         architectures=(90,),
                         spill_limit=OUTER_SPILLS if fmt == "e2m1" else SPILL_LIMIT,

@@ -83,28 +83,6 @@ def _add(a, b):
 
 
 @gluon.jit
-def _share(total, processors, EACH: gl.constexpr, LEAD: gl.constexpr):
-    """First of the pages of this program and first of the next one's.
-
-    The multiprocessors start EACH programs one after the other and favour the oldest, which would be done early. So
-    those get more of `total`: the shares of EACH programs of a multiprocessor are as 32 + LEAD * (EACH - 1 - 2 * nth).
-    """
-    if LEAD == 0:
-        share = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
-        first = gl.program_id(0) * share
-        last = gl.minimum(first + share, total)
-    else:
-        nth = gl.program_id(0) // processors
-        share = 32 + LEAD * (EACH - 1 - 2 * nth)
-        before = processors * (32 * nth + LEAD * nth * (EACH - nth)) + gl.program_id(0) % processors * share
-        whole = 32 * EACH * processors
-        times, rest = total // whole, total % whole
-        first = times * before + rest * before // whole
-        last = times * (before + share) + rest * (before + share) // whole
-    return first, last
-
-
-@gluon.jit
 def _fetch(k_desc, s_desc, k_smem, s_smem, bar, page, pages, FMT: gl.constexpr):
     """Bring a page into a slot; its barrier is complete when values and scales are there."""
     page = gl.where(page.to(gl.uint32) < pages, page, pages)
@@ -225,7 +203,6 @@ def decode_sm90_kernel(
     table_stride,
     out_stride,
     max_length,
-    processors,
     FMT: gl.constexpr,
     Q_FMT: gl.constexpr,
     EXACT: gl.constexpr,
@@ -235,10 +212,8 @@ def decode_sm90_kernel(
     SLOT_BITS: gl.constexpr,
     SUMS: gl.constexpr,
     REQUESTS: gl.constexpr,
-    EACH: gl.constexpr,
-    LEAD: gl.constexpr,
 ):
-    """One program scores its `_share` of the pages in use, REQUESTS a power of two that holds `requests`."""
+    """One program scores an equal share of the pages in use, REQUESTS a power of two that holds `requests`."""
     N: gl.constexpr = NEXT_N * HEADS
     WIDE: gl.constexpr = FMT == "bf16" or (EXACT and FMT == "e4m3")
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16 if WIDE else 32])
@@ -252,7 +227,9 @@ def decode_sm90_kernel(
     used = (gl.minimum(longest, max_length) + 63) // 64
     upto = gl.associative_scan(used, 0, _add)
     total = gl.sum(used, axis=0)
-    unit, last = _share(total, processors, EACH, LEAD)
+    share = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
+    unit = gl.program_id(0) * share
+    last = gl.minimum(unit + share, total)
     if unit < last:
         k_smem = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 64, k_desc.block_shape[1]], k_desc.layout)
         s_smem = k_smem
@@ -369,18 +346,13 @@ def decode_sm90(
         codes = (codes if codes.data_ptr() % 16 == 0 else codes.clone()).view(torch.int32)
         q_scales = (q_scales if q_scales.data_ptr() % 4 == 0 else q_scales.clone()).view(torch.int32)
     slots, each, limit = SM90.decode_slots[name], SM90.decode_programs[name], SM90.decode_registers[name]
-    lead = SM90.decode_lead.get(name, 0)
     if name in SM90.decode_few and most < processors * SM90.decode_few_pages:
-        (each, limit), lead = SM90.decode_few[name], 0
+        each, limit = SM90.decode_few[name]
     if next_n * heads > 64:
         limit = None
-    programs = processors * each
-    if most < programs:
-        programs, lead = most, 0
-    decode_sm90_kernel[(programs,)](
+    decode_sm90_kernel[(min(most, processors * each),)](
         k_desc, s_desc, words, codes, q_scales, gate, block_table, lengths, out, requests, pages.shape[0],
-        block_table.stride(0), out.stride(0), max_length, processors, FMT=form.name, Q_FMT=q_fmt, EXACT=exact,
-        NEXT_N=next_n, HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1,
-        SUMS=SM90.decode_sums.get(name, False), REQUESTS=max(32, triton.next_power_of_2(requests)), EACH=each,
-        LEAD=lead, num_warps=4, maxnreg=limit,
+        block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=q_fmt, EXACT=exact, NEXT_N=next_n,
+        HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1, SUMS=SM90.decode_sums.get(name, False),
+        REQUESTS=max(32, triton.next_power_of_2(requests)), num_warps=4, maxnreg=limit,
     )  # fmt: skip

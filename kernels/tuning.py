@@ -79,12 +79,8 @@ class Hopper:
         default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 96, "e2m1 exact": 112}
     )
     """Limit of registers a thread, so that the programs above fit."""
-    decode_lead: dict[str, int] = field(default_factory=dict)
-    """How much more the first programs of a multiprocessor get, see `hopper_decode._share`."""
-    decode_few: dict[str, tuple[int, int]] = field(default_factory=lambda: {"e2m1": (4, 128), "e2m1 exact": (4, 112)})
-    """Programs (with equal shares) and registers instead where few pages fall to a multiprocessor: what is spilled once
-    a request shows there.
-    """
+    decode_few: dict[str, tuple[int, int]] = field(default_factory=lambda: {"e2m1": (4, 128)})
+    """Programs and registers instead where few pages fall to a multiprocessor: what is spilled once a request shows."""
     decode_few_pages: int = 128
     """Pages a multiprocessor below which that is so."""
     decode_columns: int = 128
