@@ -214,7 +214,7 @@ def _turned(x, cos, sin, ROWS: gl.constexpr):
 
 @gluon.jit
 def _operand(words, ROWS: gl.constexpr, operand: gl.constexpr):
-    """Pairs of bf16, int32 [ROWS / 16, 16, 32] -> bf16 [ROWS, 64] in `_turning_order`."""
+    """Pairs of bf16, int32 [ROWS / 16, 16, 32] -> bf16 [ROWS, 64] in the order of `_matrix`."""
     x = _bf16_of(words).reshape([ROWS, 4, 4, 2, 2]).permute([0, 2, 3, 1, 4]).reshape([ROWS, 64])
     return gl.convert_layout(x, operand, assert_trivial=True)
 

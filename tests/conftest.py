@@ -76,7 +76,7 @@ def numpy_layer():
 def mini(tmp_path_factory) -> Path:
     """The trained miniature with its trace, but that it selects 64 entries.
 
-    Trained to select 8, it has hardly a tail of the selection, which the tests of overlaps, ties and single swaps need.
+    Trained to select 16, it has hardly a tail of the selection, which tests of overlaps, ties and single swaps need.
     """
     trained = Path(__file__).parent.parent / "fixtures" / "mini-v4"
     directory = tmp_path_factory.mktemp("checkpoint") / trained.name

@@ -158,7 +158,7 @@ def _left(ranked: Ranked) -> float:
 
 
 def _refine(look: Look, recipe: Recipe, best: Ranked, factor: float) -> list[Ranked]:
-    """Values near the best arm's that leave less, none of them worse than a rounder one that does as well."""
+    """Values near the best arm's, but for those that leave less than the roundest one that does as well."""
     arm, seen = best.arm, {float(best.arm.value): best.left}
 
     def left(value: float) -> float:

@@ -24,7 +24,7 @@ def setup(pipeline_faults):
 
 @pytest.fixture(scope="module")
 def mini(setup):
-    """The checkpoint as the harness has it, which selects 8 entries."""
+    """The checkpoint as the harness has it, which selects 16 entries."""
     return setup.checkpoint
 
 
