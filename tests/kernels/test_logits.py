@@ -330,19 +330,22 @@ def test_one_bad_e2m1_scale_poisons_its_row(exact, device):
     query = random_query("e2m1", 1, 64, device)
     got = paged_logits(query, pages, table, length, fmt="e2m1", max_length=70, exact=exact)
     assert got.isnan().nonzero()[:, 1].tolist() == [3, 30, 62, 66]
-    query.scales[0, 5, 2] = 255
-    got = paged_logits(query, pages, table, length, fmt="e2m1", max_length=70, exact=exact)
-    assert got.isnan().all()
+    for blocks in (slice(2, 3), slice(0, 4)):
+        query.scales[0, 5, blocks] = 255
+        got = paged_logits(query, pages, table, length, fmt="e2m1", max_length=70, exact=exact)
+        assert got.isnan().all()
 
 
-def test_an_unknown_page_is_nan_and_not_followed(device):
-    pool = Pool("e4m3", [130], device)
-    query = random_query("e4m3", 1, 16, device)
+@pytest.mark.parametrize(("q_fmt", "fmt"), PAIRS)
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_unknown_page_is_nan_and_not_followed(q_fmt, fmt, exact, device):
+    pool = Pool(fmt, [130], device)
+    query = random_query(q_fmt, 1, 16, device)
     length = torch.tensor([130], dtype=torch.int32, device=device)
-    for wrong in (-1, pool.pages.shape[0], 2**31 - 1):
+    for wrong in (-(2**31), -1, pool.pages.shape[0], 2**31 - 1):
         table = pool.block_table.clone()
         table[0, 1] = wrong
-        got = paged_logits(query, pool.pages, table, length, fmt="e4m3", max_length=130)[0]
+        got = paged_logits(query, pool.pages, table, length, fmt=fmt, max_length=130, exact=exact)[0]
         assert got.isnan().nonzero().flatten().tolist() == list(range(64, 128))
 
 
