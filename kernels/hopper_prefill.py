@@ -101,15 +101,18 @@ def prefill_sm90_kernel(
     SLOTS: gl.constexpr,
     EXACT: gl.constexpr,
 ):
-    """One program scores `tiles` tiles of keys for ROWS rows; the last rows, which see most, come first."""
+    """One program scores `tiles` tiles of keys for ROWS rows. The last keys come first, and among those the last rows,
+    which see most of them: so what comes last is short.
+    """
     HALF: gl.constexpr = ROWS // 2
     N: gl.constexpr = HALF * HEADS
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16 if EXACT else 32])
     column_layout: gl.constexpr = gl.SliceLayout(0, mma)
     row_layout: gl.constexpr = gl.BlockedLayout([ROWS], [32], [4], [0])
 
-    block = gl.num_programs(0) // chunks - 1 - gl.program_id(0) // chunks
-    begin = gl.program_id(0) % chunks * (tiles * KEYS)
+    blocks = gl.num_programs(0) // chunks
+    block = blocks - 1 - gl.program_id(0) % blocks
+    begin = (chunks - 1 - gl.program_id(0) // blocks) * (tiles * KEYS)
     first_row = block * ROWS
     row = first_row + gl.arange(0, ROWS, layout=row_layout)
     start = gl.load(start_ptr + row, mask=row < rows, other=2147483647)
@@ -180,6 +183,27 @@ def rows_of(heads: int, exact: bool) -> int:
     return columns // heads if fits else 0
 
 
+def tiles_of(blocks: int, total: int, slots: int) -> int:
+    """Tiles of keys of one program, for so many blocks of rows, tiles of keys, and programs that run at a time.
+
+    Few blocks leave multiprocessors idle unless their keys are shared out, and every program costs a start. Which keys
+    a row sees is known on the device only, so two times are estimated, in tiles: of rows that all see all keys, which
+    go in waves of equal programs, and of causal rows, half the work in ever shorter programs, of which the last
+    unfinished ones cost a part of their length. The choice is the most tiles whose sum is within 2 % of the least.
+    """
+    start = SM90.prefill_start
+    average = blocks * total / (2 * slots)
+
+    def cost(tiles: int) -> float:
+        programs = blocks * triton.cdiv(total, tiles)
+        unfinished = 0 if programs == blocks else tiles / 4
+        causal = max(tiles + start, average + start * programs / slots + unfinished)
+        return triton.cdiv(programs, slots) * (tiles + start) + causal
+
+    costs = {tiles: cost(min(tiles, total)) for tiles in SM90.prefill_tiles}
+    return next(tiles for tiles in SM90.prefill_tiles if costs[tiles] <= 1.02 * min(costs.values()))
+
+
 def descriptors(
     codes: Tensor, keys: Tensor, block: int, exact: bool
 ) -> tuple[TensorDescriptor, TensorDescriptor, Tensor]:
@@ -204,9 +228,12 @@ def prefill_sm90(
     """
     rows, heads = codes.shape[:2]
     count, block = len(keys), rows_of(heads, exact)
-    chunks = triton.cdiv(count, KEYS.value * SM90.prefill_tiles)
+    blocks, total = triton.cdiv(rows, block), triton.cdiv(count, KEYS.value)
+    processors = torch.cuda.get_device_properties(keys.device).multi_processor_count
+    tiles = tiles_of(blocks, total, processors * SM90.prefill_programs)
+    chunks = triton.cdiv(total, tiles)
     k_desc, q_desc, flat = descriptors(codes, keys, block, exact)
-    prefill_sm90_kernel[(chunks * triton.cdiv(rows, block),)](
-        k_desc, q_desc, flat, gate, key_scales, start, end, out, rows, count, out.stride(0), chunks,
-        SM90.prefill_tiles, HEADS=heads, ROWS=block, SLOTS=SM90.prefill_slots[exact], EXACT=exact, num_warps=4,
+    prefill_sm90_kernel[(chunks * blocks,)](
+        k_desc, q_desc, flat, gate, key_scales, start, end, out, rows, count, out.stride(0), chunks, tiles,
+        HEADS=heads, ROWS=block, SLOTS=SM90.prefill_slots[exact], EXACT=exact, num_warps=4,
     )  # fmt: skip

@@ -54,8 +54,12 @@ class Hopper:
     """Rows x heads of one program, by exact; two accumulators of half of them live in registers."""
     prefill_slots: dict[bool, int] = field(default_factory=lambda: {False: 2, True: 4})
     """Key tiles in flight, and of one loop iteration, by exact."""
-    prefill_tiles: int = 1024
-    """Tiles of 64 keys that one program walks over."""
+    prefill_programs: int = 2
+    """Programs on one multiprocessor."""
+    prefill_tiles: tuple[int, ...] = (1024, 512, 256, 128, 64, 32, 16, 8)
+    """Tiles of 64 keys that one program may walk over."""
+    prefill_start: int = 2
+    """How many tiles the start of a program costs."""
     select_columns: int = 128
     """Rows x heads of one program: its accumulator lives in registers, and several programs on a multiprocessor."""
     select_programs: dict[bool, int] = field(default_factory=lambda: {False: 4, True: 3})
@@ -72,17 +76,21 @@ class Hopper:
     its own ways, see `hopper_e2m1`.
     """
     decode_programs: dict[str, int] = field(
-        default_factory=lambda: {"e4m3": 6, "e4m3 exact": 4, "bf16": 4, "e2m1": 5, "e2m1 exact": 4}
+        default_factory=lambda: {"e4m3": 5, "e4m3 exact": 4, "bf16": 4, "e2m1": 4, "e2m1 exact": 4}
     )
-    """Programs on one multiprocessor."""
-    decode_registers: dict[str, int | None] = field(
-        default_factory=lambda: {"e4m3": 80, "e4m3 exact": None, "bf16": None, "e2m1": 96, "e2m1 exact": 112}
+    """Programs on one multiprocessor, where rows x heads of a request are at most 64."""
+    decode_registers: dict[str, int] = field(
+        default_factory=lambda: {"e4m3": 96, "e4m3 exact": 128, "bf16": 128, "e2m1": 128, "e2m1 exact": 112}
     )
     """Limit of registers a thread, so that the programs above fit."""
-    decode_few: dict[str, tuple[int, int]] = field(default_factory=lambda: {"e2m1": (4, 128)})
-    """Programs and registers instead where few pages fall to a multiprocessor: what is spilled once a request shows."""
-    decode_few_pages: int = 128
-    """Pages a multiprocessor below which that is so."""
+    decode_wide_programs: dict[str, int] = field(
+        default_factory=lambda: {"e4m3": 4, "e4m3 exact": 3, "bf16": 3, "e2m1": 3, "e2m1 exact": 2}
+    )
+    """`decode_programs` where rows x heads are more."""
+    decode_wide_registers: dict[str, int] = field(
+        default_factory=lambda: {"e4m3": 128, "e4m3 exact": 168, "bf16": 168, "e2m1": 168, "e2m1 exact": 255}
+    )
+    """`decode_registers` where rows x heads are more."""
     decode_columns: int = 128
     """Most rows x heads of one program."""
     query_warps: int = 4

@@ -1,11 +1,13 @@
 """The prefill kernel where `ragged_logits` takes it: heads, tiles, empty and disjoint ranges, poisoned keys."""
 
+import heapq
+
 import pytest
 import torch
 
 from diffcheck.backends.emulated import encode
 from diffcheck.formats import Format
-from diffcheck.kernels import QuantisedQuery, prefill, ragged_logits, ragged_logits_naive, tuning
+from diffcheck.kernels import QuantisedQuery, hopper_prefill, prefill, ragged_logits, ragged_logits_naive, tuning
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -61,3 +63,29 @@ def test_a_poisoned_key_shows_where_it_is_seen_and_nowhere_else(device):
     assert got[0, 70].isnan()
     keep = torch.arange(130, device=device) != 70
     assert torch.equal(got[:, keep], clean[:, keep])
+
+
+def busy(lengths, slots, start):
+    """When the last of `slots` is done with programs of such lengths, each given to the first that is free."""
+    free = [0.0] * slots
+    for length in lengths:
+        heapq.heappush(free, heapq.heappop(free) + start + length)
+    return max(free)
+
+
+@pytest.mark.parametrize("total", [3, 64, 200, 512, 1024, 2048])
+@pytest.mark.parametrize("blocks", [1, 5, 16, 128, 275, 512, 1024, 2048])
+def test_tiles_of_a_program_on_hopper(blocks, total):
+    """The choice, scheduled, is not far from the best one: rows that see all keys, and causal rows."""
+    slots, start = 264, tuning.SM90.prefill_start
+
+    def time(tiles):
+        chunks = range(-(-total // tiles) * tiles - tiles, -1, -tiles)
+        seen = [[total] * blocks, [(b + 1) * total / blocks for b in reversed(range(blocks))]]
+        return sum(
+            busy([min(max(n - begin, 0), tiles) for begin in chunks for n in each], slots, start) for each in seen
+        )
+
+    tiles = hopper_prefill.tiles_of(blocks, total, slots)
+    assert tiles in tuning.SM90.prefill_tiles
+    assert time(tiles) <= 1.15 * min(time(other) for other in tuning.SM90.prefill_tiles)
