@@ -313,15 +313,11 @@ def _hopper_cases() -> list[Case]:
     for name, (dtype, _, columns, layout) in hopper_decode.PAGE_VIEWS.items():
         fmt = name.split()[0]
         slots = SM90.decode_slots[name]
-        limits = {"next_n 1": SM90.decode_registers[name], "next_n 2": None}
-        if name in SM90.decode_few:
-            limits["next_n 1, few pages"] = SM90.decode_few[name][1]
         for q_fmt in QUERY_FORMATS_OF[fmt]:
-            for what, limit in limits.items():
-                next_n = 2 if what == "next_n 2" else 1
+            for next_n, limit in ((1, SM90.decode_registers[name]), (2, SM90.decode_wide_registers[name])):
                 listed.append(
                     Case(
-                        name=f"decode_sm90 {q_fmt} x {name} {what}",
+                        name=f"decode_sm90 {q_fmt} x {name} next_n {next_n}",
                         kernel=hopper_decode.decode_sm90_kernel,
                         types=[descriptor(triton_names[str(dtype)], 64, columns, layout)]
                         + [descriptor("fp32" if fmt == "e4m3" else "i32", 1, 64, hopper_decode.SCALES_LAYOUT)]
@@ -331,9 +327,8 @@ def _hopper_cases() -> list[Case]:
                         constants={"FMT": fmt, "Q_FMT": q_fmt, "EXACT": name.endswith("exact"), "NEXT_N": next_n}
                         | {"HEADS": HEADS, "SLOTS": slots, "SLOT_BITS": slots.bit_length() - 1, "REQUESTS": 256}
                         | {"SUMS": SM90.decode_sums.get(name, False)},
-                        options={"num_warps": 4} | ({} if limit is None else {"maxnreg": limit}),
+                        options={"num_warps": 4, "maxnreg": limit},
                         architectures=(90,),
-                        spill_limit=OUTER_SPILLS if fmt == "e2m1" else SPILL_LIMIT,
                     )
                 )
     return listed

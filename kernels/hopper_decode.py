@@ -21,7 +21,7 @@ Whole pages are written, also where a row does not see all of one; the caller fi
 is fetched as zeros and scored NaN.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
 
 import torch
 import triton
@@ -227,9 +227,10 @@ def decode_sm90_kernel(
     used = (gl.minimum(longest, max_length) + 63) // 64
     upto = gl.associative_scan(used, 0, _add)
     total = gl.sum(used, axis=0)
-    share = (total + gl.num_programs(0) - 1) // gl.num_programs(0)
-    unit = gl.program_id(0) * share
-    last = gl.minimum(unit + share, total)
+    share = total // gl.num_programs(0)
+    more = total - share * gl.num_programs(0)  # programs that take one page more
+    unit = gl.program_id(0) * share + gl.minimum(gl.program_id(0), more)
+    last = unit + share + (gl.program_id(0) < more).to(gl.int32)
     if unit < last:
         k_smem = gl.allocate_shared_memory(k_desc.dtype, [SLOTS, 64, k_desc.block_shape[1]], k_desc.layout)
         s_smem = k_smem
@@ -248,13 +249,18 @@ def decode_sm90_kernel(
             q_smem = gl.allocate_shared_memory(byte, [Q_ROWS, 128], gl.NVMMASharedLayout(128, 8))
         fetched = 0
         while unit < last:
-            request = gl.sum((upto <= unit).to(gl.int32), axis=0)
-            first = unit - gl.sum(gl.where(b < request, used, 0), axis=0)
-            n = gl.minimum(gl.sum(gl.where(b == request, used, 0), axis=0) - first, last - unit)
+            before = upto - used
+            this = (before <= unit) & (unit < upto)
+            request = gl.sum(gl.where(this, b, 0), axis=0)
+            first = unit - gl.sum(gl.where(this, before, 0), axis=0)
+            n = gl.minimum(gl.sum(gl.where(this, upto, 0), axis=0), last) - unit
             ids = table_ptr + request.to(gl.int64) * table_stride + first
             row = request.to(gl.int64) * N
             out_rows = out_ptr + request.to(gl.int64) * NEXT_N * out_stride
             head = row + gl.arange(0, N, layout=gl.SliceLayout(0, mma))
+            first_ids = ()  # before the queries, and all at once: pages are what takes longest
+            for i in gl.static_range(SLOTS):
+                first_ids += (gl.load(ids + i, mask=i < n, other=-1),)
             gate = gl.load(gate_ptr + head)
             if FMT == "e2m1":
                 q, q_scale = _e2m1_queries(q_ptr, q_scales_ptr, row, 0, N)
@@ -264,8 +270,8 @@ def decode_sm90_kernel(
             for i in gl.static_range(SLOTS):
                 if i < n:
                     slot = (fetched + i) & (SLOTS - 1)
-                    _fetch(k_desc, s_desc, k_smem.index(slot), s_smem.index(slot), ready.index(slot),
-                           gl.load(ids + i), pages, FMT)  # fmt: skip
+                    _fetch(k_desc, s_desc, k_smem.index(slot), s_smem.index(slot), ready.index(slot), first_ids[i],
+                           pages, FMT)  # fmt: skip
             following = gl.load(ids + SLOTS, mask=n > SLOTS, other=-1)
             cta_barrier()  # the last request's queries are done with
             if FMT == "e2m1":
@@ -345,11 +351,11 @@ def decode_sm90(
     if q_fmt == "e2m1":
         codes = (codes if codes.data_ptr() % 16 == 0 else codes.clone()).view(torch.int32)
         q_scales = (q_scales if q_scales.data_ptr() % 4 == 0 else q_scales.clone()).view(torch.int32)
-    slots, each, limit = SM90.decode_slots[name], SM90.decode_programs[name], SM90.decode_registers[name]
-    if name in SM90.decode_few and most < processors * SM90.decode_few_pages:
-        each, limit = SM90.decode_few[name]
-    if next_n * heads > 64:
-        limit = None
+    slots = SM90.decode_slots[name]
+    if next_n * heads <= 64:
+        each, limit = SM90.decode_programs[name], SM90.decode_registers[name]
+    else:
+        each, limit = SM90.decode_wide_programs[name], SM90.decode_wide_registers[name]
     decode_sm90_kernel[(min(most, processors * each),)](
         k_desc, s_desc, words, codes, q_scales, gate, block_table, lengths, out, requests, pages.shape[0],
         block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=q_fmt, EXACT=exact, NEXT_N=next_n,
