@@ -188,17 +188,14 @@ def tiles_of(blocks: int, total: int, slots: int) -> int:
 
     Few blocks leave multiprocessors idle unless their keys are shared out, and every program costs a start. Which keys
     a row sees is known on the device only, so two times are estimated, in tiles: of rows that all see all keys, which
-    go in waves of equal programs, and of causal rows, half the work in ever shorter programs, of which the last
-    unfinished ones cost a part of their length. The choice is the most tiles whose sum is within 2 % of the least.
+    go in waves of equal programs, and of causal rows, half the work in ever shorter programs, but no less than the
+    longest. The choice is the most tiles whose sum is within 2 % of the least.
     """
-    start = SM90.prefill_start
-    average = blocks * total / (2 * slots)
+    causal = blocks * total / (2 * slots)
 
     def cost(tiles: int) -> float:
-        programs = blocks * triton.cdiv(total, tiles)
-        unfinished = 0 if programs == blocks else tiles / 4
-        causal = max(tiles + start, average + start * programs / slots + unfinished)
-        return triton.cdiv(programs, slots) * (tiles + start) + causal
+        waves = triton.cdiv(blocks * triton.cdiv(total, tiles), slots)
+        return float(waves * (tiles + SM90.prefill_start) + max(tiles, causal))
 
     costs = {tiles: cost(min(tiles, total)) for tiles in SM90.prefill_tiles}
     return next(tiles for tiles in SM90.prefill_tiles if costs[tiles] <= 1.02 * min(costs.values()))
