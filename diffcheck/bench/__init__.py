@@ -34,7 +34,7 @@ Runner = Callable[[Any], Callable[[], Any]]
 
 def bench(names: list[str] | None, shapes: list[str], formats: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the ceilings, then one record a case. Raises EnvironmentMissing without a CUDA device."""
-    parsed = [Shape.parse(text) for text in shapes]
+    parsed = [shape for text in shapes for shape in Shape.named_by(text)]
     unknown = [fmt for fmt in formats if fmt not in FORMATS]
     if unknown:
         raise InputError(f"--formats: unknown {unknown[0]!r}, expected {', '.join(FORMATS)}")

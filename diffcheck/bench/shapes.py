@@ -12,7 +12,10 @@ from ..errors import InputError
 HEADS, DIM, TOPK = 64, 128, 512
 TWO_SIDED = ("prefill", "decode", "select", "select-decode")
 TOKENS = ("queries", "keys")
-EXPECTED = "prefill:ROWSxENTRIES, decode:REQUESTSxENTRIES, select:, select-decode:, queries:TOKENS or keys:TOKENS"
+EXPECTED = (
+    "prefill:ROWSxENTRIES, select:ROWSxENTRIES, decode:REQUESTSxENTRIES, select-decode:REQUESTSxENTRIES, "
+    "queries:TOKENS, keys:TOKENS, or one of these words alone"
+)
 
 DEFAULT_SHAPES = (
     "prefill:2048x8192", "prefill:4096x65536", "prefill:8192x32768",
@@ -46,6 +49,13 @@ class Shape:
         if kind == "keys" and int(parts[0]) % 4:
             raise InputError(f"--shapes: {text!r}, expected a multiple of 4 tokens")
         return Shape(kind=kind, rows=int(parts[0]), entries=int(parts[1]) if sides == 2 else 0)
+
+    @staticmethod
+    def named_by(text: str) -> list[Shape]:
+        """The one shape that a text is, or the default shapes of a kind; InputError otherwise."""
+        if text in TWO_SIDED + TOKENS:
+            return [shape for shape in map(Shape.parse, DEFAULT_SHAPES) if shape.kind == text]
+        return [Shape.parse(text)]
 
     @property
     def paged(self) -> bool:

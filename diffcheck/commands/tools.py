@@ -70,7 +70,9 @@ def bench(
     ] = None,
     shapes: Annotated[
         str | None,
-        typer.Option(help="Such as prefill:4096x65536, decode:, select:, select-decode:, queries:8192, keys:."),
+        typer.Option(
+            help="Such as prefill:4096x65536,select-decode:64x32768,queries:8192, or kinds alone: keys,decode."
+        ),
     ] = None,
     formats: Annotated[str, typer.Option(help="Key formats: e4m3, bf16, e2m1.")] = "e4m3",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the records to this file.")] = None,

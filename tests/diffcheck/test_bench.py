@@ -26,6 +26,15 @@ def test_shapes_read_back_as_written():
         assert str(bench.Shape.parse(text)) == text
 
 
+def test_a_kind_alone_is_its_default_shapes():
+    kinds = ["prefill", "decode", "select", "select-decode", "queries", "keys"]
+    named = [str(shape) for kind in kinds for shape in bench.Shape.named_by(kind)]
+    assert sorted(named) == sorted(bench.DEFAULT_SHAPES)
+    assert [str(shape) for shape in bench.Shape.named_by("keys:12")] == ["keys:12"]
+    with pytest.raises(InputError, match="--shapes: 'train', expected prefill:ROWS"):
+        bench.Shape.named_by("train")
+
+
 def test_visible_entries():
     assert bench.Shape.parse("decode:3x7").visible().tolist() == [7, 7, 7]
     assert bench.Shape.parse("prefill:4x10").visible().tolist() == [2, 5, 7, 10]
