@@ -299,7 +299,7 @@ def _hopper_cases() -> list[Case]:
                 kernel=hopper_query.quantise_query_sm90_kernel,
                 types=[
                     *(descriptor("bf16", tile, 128, hopper_query.LAYOUT), "*bf16", "*fp32", "*fp32", "*i32"),
-                    *("*u8" if fmt == "e2m1" else "*fp32", "*fp32", "i32", "fp32", "fp32"),
+                    *("*u8" if fmt == "e2m1" else "*fp32", "*fp32", "*i32", "i32", "fp32", "fp32"),
                 ],
                 constants={"FMT": fmt, "POWER_OF_TWO": False, "TIES_DOWN": False, "HEADS": HEADS}
                 | {"ROWS": tile}

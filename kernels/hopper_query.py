@@ -1,17 +1,23 @@
 """quantise_query on Hopper, for recipes that round to bf16 after RoPE and after Walsh-Hadamard.
 
-Walsh-Hadamard is a product on the tensor core: its matrix of 1 and -1 is exact in bf16, and so are queries, unturned or
-rounded after RoPE. The first 64 dims go there straight from shared memory, the others through the registers in which
-RoPE turns them. The order of the matrix's lines is free, and chosen so that each thread ends with the dims that it will
-store, a quarter of two rows:
+Walsh-Hadamard of 128 dims is one of 64, a product on the tensor core, and a butterfly over one bit of the dim, here bit
+1: what the product makes of the dims with bit 1 clear, plus or minus what it makes of the others, is the result at the
+dims with bit 1 clear, or set. The matrix of 1 and -1 is exact in bf16, and so are queries, unturned or rounded after
+RoPE. The two parts of a row are two lines of the operand, eight lines apart: then a thread has both, and 16 bytes of a
+row in shared memory are four registers of the operand as they are.
+
+The order of the matrix's lines is free, and chosen so that each thread ends with the dims that it will store, a quarter
+of two rows. They stay in pairs, as bf16, that the butterfly makes of one number of either part:
 
 ====  ===================================================  =====================================================
 e2m1  one block of 32 dims, which has one scale            four words of eight dims from (0 2) (1 3) (4 6) (5 7)
-e4m3  16 dims of either half: 16 bytes that lie together   eight words of four dims from (0 1) (2 3)
+e4m3  16 dims of either half: 16 bytes that lie together   eight words of four dims from (0 2) (1 3)
 ====  ===================================================  =====================================================
 
-e2m1 keeps two dims in a register, as bf16, once they are rounded to that. A bf16 over an e2m1 unit is exact in fp16,
-and with that unit at the smallest normal of fp16 the code is the upper bits of the pattern, rounded.
+A bf16 over an e2m1 unit is exact in fp16, and with that unit at the smallest normal of fp16 the code is the upper bits
+of the pattern, rounded.
+
+Some multiprocessors are 10 % slower than others, with the same work, so programs draw their tiles from a counter.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, no-any-return"
@@ -31,15 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .hopper import cta_barrier
-from .rounding import (
-    at_least,
-    bf16_word,
-    ceil_power_of_two,
-    e4m3_word,
-    larger_magnitude,
-    round_to_bf16,
-)
-from .transforms import HADAMARD_NORM, ONE_SIXTH, e4m3_scale, inverse_power_of_two, rotate_pairs
+from .rounding import bf16_word, bf16_word_to_fp32, ceil_power_of_two, e4m3_word, fp32_of_bits, larger_magnitude
+from .transforms import HADAMARD_NORM, ONE_SIXTH, e4m3_scale, rotate_pairs
 from .tuning import SM90, programs
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -47,6 +46,10 @@ LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=
 _FP16_UNIT = gl.constexpr(2.0**-14)
 _TO_FP32 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 _LARGER = gl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
+_DRAW = gl.constexpr(
+    "{ .reg .pred first; setp.eq.u32 first, $1, 0; @first atom.relaxed.gpu.global.inc.u32 $0, [$2], $3; }"
+)
+_UNIFORM = gl.constexpr("redux.sync.max.s32 $0, $1, 0xFFFFFFFF;")
 
 
 def _e2m1_asm(ties_down: bool) -> str:
@@ -101,31 +104,35 @@ def row_layout(rows, run, columns):
 
 @gluon.constexpr_function
 def matrix_layout():
-    """Registers of [128, 64] int32: a line a thread."""
-    registers = [[0, 1 << i] for i in range(6)]
-    return gl.DistributedLinearLayout(registers, [[1 << i, 0] for i in range(5)], [[32, 0], [64, 0]], [], [128, 64])
+    """Registers of [64, 32] int32: half a line a thread."""
+    lanes = [[0, 16], [1, 0], [2, 0], [4, 0], [8, 0]]
+    return gl.DistributedLinearLayout([[0, 1 << i] for i in range(4)], lanes, [[16, 0], [32, 0]], [], [64, 32])
+
+
+@gluon.constexpr_function
+def thread_layout():
+    """Registers of [128]: one for each thread."""
+    return gl.BlockedLayout([1], [32], [4], [0])
 
 
 @gluon.jit
 def _matrix(FMT: gl.constexpr):
-    """bf16 [128, 128] of 1 and -1: one line a column of the result, one column a place of the operands.
+    """bf16 [64, 64] of 1 and -1: one line a column of the result, one column a place of the operand, both without bit 1
+    of their dims.
 
-    Column 8 j + 2 q + b of the result is half b of word j of a thread q. Word 8 s + 4 h + q of the turning operand
-    holds the pair 8 q + 2 s + h, the still one has its pairs in order.
+    Column 8 j + 2 q + b of the result is number 2 j + b of a thread q. Word 8 s + 4 h + q of the operand holds two dims
+    from 64 (s / 2) + 16 q + 8 (s % 2) + 4 h on.
     """
-    n = gl.arange(0, 128, layout=gl.SliceLayout(1, matrix_layout()))
+    n = gl.arange(0, 64, layout=gl.SliceLayout(1, matrix_layout()))
     j, q, b = n // 8, n // 2 % 4, n % 2
-    if FMT == "e2m1":
-        dim = 32 * q + 8 * (j // 4) + 4 * (j // 2 % 2) + j % 2 + 2 * b
-    else:
-        dim = 64 * (j // 8) + 16 * q + 2 * (j % 8) + b
-    word = gl.arange(0, 64, layout=gl.SliceLayout(0, matrix_layout()))
-    pair = gl.where(word < 32, word, 32 + 8 * (word % 4) + 2 * (word // 8 % 4) + word // 4 % 2)[None, :]
+    dim = 32 * q + 4 * j + b if FMT == "e2m1" else 64 * (j // 4) + 16 * q + 4 * (j % 4) + b
+    word = gl.arange(0, 32, layout=gl.SliceLayout(0, matrix_layout()))
+    place = (64 * (word // 16) + 16 * (word % 4) + 8 * (word // 8 % 2) + 4 * (word // 4 % 2))[None, :]
     ones = (0x3F80_3F80 | dim << 31)[:, None]
-    for i in gl.static_range(6):
-        odd = ((dim >> (i + 1) & 1) * -0x7FFF_8000)[:, None]
-        ones = gl.where(pair >> i & 1 == 0, ones, ones ^ odd)
-    return _bf16_of(ones).reshape([128, 128])
+    for i in gl.static_range(2, 7):
+        odd = ((dim >> i & 1) * -0x7FFF_8000)[:, None]
+        ones = gl.where(place >> i & 1 == 0, ones, ones ^ odd)
+    return _bf16_of(ones).reshape([64, 64])
 
 
 @gluon.jit
@@ -164,8 +171,8 @@ def _quantise_e2m1(words, amax_floor, TIES_DOWN: gl.constexpr):
     """Words [rows, 16, 4] of a block a thread -> codes int32 [rows, 4 blocks, 4] and scale bytes [rows, 4]."""
     rows: gl.constexpr = words.shape[0]
     amax = _amax_of(gl.reduce(words, 1, _larger))
-    byte = ceil_power_of_two(at_least(amax, amax_floor) * ONE_SIXTH)
-    factor = inverse_power_of_two(byte) * _FP16_UNIT
+    byte = ceil_power_of_two(larger_magnitude(amax, amax_floor) * ONE_SIXTH)
+    factor = fp32_of_bits((254 - byte) << 23) * _FP16_UNIT  # of byte 255 no number, but its codes are 0
     w0, w1, w2, w3 = _quarters(words.reshape([rows, 4, 4, 4]))
     layout: gl.constexpr = w0.type.layout
     factor = gl.convert_layout(factor, gl.SliceLayout(1, layout), assert_trivial=True)[:, None, :]
@@ -178,15 +185,14 @@ def _quantise_e2m1(words, amax_floor, TIES_DOWN: gl.constexpr):
 
 
 @gluon.jit
-def _quantise_e4m3(x, amax_floor, POWER_OF_TWO: gl.constexpr):
-    """fp32 [rows, 128] -> codes int32 [rows, 2, 4, 4] and scale fp32 [rows]."""
-    rows: gl.constexpr = x.shape[0]
-    even, odd = gl.split(x.reshape([rows, 64, 2]))
-    x0, x2 = gl.split(even.reshape([rows, 8, 2, 4]).permute([0, 1, 3, 2]))
-    x1, x3 = gl.split(odd.reshape([rows, 8, 2, 4]).permute([0, 1, 3, 2]))
-    largest = larger_magnitude(larger_magnitude(x0, x1), larger_magnitude(x2, x3))
-    amax = gl.reduce(gl.reduce(largest, 1, larger_magnitude), 1, larger_magnitude)
+def _quantise_e4m3(words, amax_floor, POWER_OF_TWO: gl.constexpr):
+    """Words [rows, 16, 4] -> codes int32 [rows, 2, 4, 4] and scale fp32 [rows]."""
+    rows: gl.constexpr = words.shape[0]
+    amax = _amax_of(gl.reduce(gl.reduce(words, 1, _larger), 1, _larger))
     scale, inverse = e4m3_scale(amax, amax_floor, POWER_OF_TWO)
+    w0, w1 = gl.split(words.reshape([rows, 8, 2, 4]).permute([0, 1, 3, 2]))
+    x0, x2 = bf16_word_to_fp32(w0)
+    x1, x3 = bf16_word_to_fp32(w1)
     whole: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, x0.type.layout))
     inverse = gl.convert_layout(inverse, whole, assert_trivial=True)[:, None, None]
     codes = e4m3_word(x0 * inverse, x1 * inverse, x2 * inverse, x3 * inverse)
@@ -213,10 +219,40 @@ def _turned(x, cos, sin, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _operand(words, ROWS: gl.constexpr, operand: gl.constexpr):
-    """Pairs of bf16, int32 [ROWS / 16, 16, 32] -> bf16 [ROWS, 64] in the order of `_matrix`."""
-    x = _bf16_of(words).reshape([ROWS, 4, 4, 2, 2]).permute([0, 2, 3, 1, 4]).reshape([ROWS, 64])
-    return gl.convert_layout(x, operand, assert_trivial=True)
+def _operand(still, words, ROWS: gl.constexpr, operand: gl.constexpr):
+    """bf16 [ROWS, 64] unturned and pairs, int32 [ROWS / 16, 16, 32] -> bf16 [2 ROWS, 64] in the order of `_matrix`.
+
+    Lines are ordered by bit 3 of the row, the row / 16, bit 1 of the dim, the row % 8: a warp has its 16 rows.
+    """
+    turning = gl.convert_layout(_bf16_of(words).reshape([ROWS, 64]), row_layout(ROWS, 16, 64), assert_trivial=True)
+    x = gl.join(still, turning).reshape([ROWS // 16, 2, 8, 4, 2, 2, 2, 2, 2]).permute([1, 0, 6, 2, 8, 4, 5, 3, 7])
+    return gl.convert_layout(x.reshape([2 * ROWS, 64]), operand, assert_trivial=True)
+
+
+@gluon.jit
+def _butterfly(acc, ROWS: gl.constexpr):
+    """fp32 [2 ROWS, 64], lines as `_operand` -> words of two bf16, bit 1 of the dim clear and set: [ROWS, 16, 4]."""
+    a, b = gl.split(acc.reshape([2, ROWS // 16, 2, 8, 64]).permute([1, 0, 3, 4, 2]))
+    a, b = a.reshape([ROWS, 64]), b.reshape([ROWS, 64])
+    words = bf16_word((a + b) * HADAMARD_NORM, (a - b) * HADAMARD_NORM)
+    return words.reshape([ROWS, 8, 4, 2]).permute([0, 1, 3, 2]).reshape([ROWS, 16, 4])
+
+
+@gluon.jit
+def _draw(counter_ptr, last):
+    """The next ticket, int32 [128], in thread 0 only; the one after `last` is 0 again."""
+    thread = gl.arange(0, 128, layout=thread_layout())
+    at = counter_ptr.to(gl.int64) + gl.zeros_like(thread)
+    return gl.inline_asm_elementwise(
+        _DRAW, "=r,r,l,r", [thread, at, last + gl.zeros_like(thread)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _first_of(box):
+    """The first of int32 [128] in shared memory as a scalar, known to be the same in all threads of a warp."""
+    x = box.slice(0, 1).load(thread_layout())
+    return gl.max(gl.inline_asm_elementwise(_UNIFORM, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1), 0)
 
 
 @gluon.jit
@@ -228,6 +264,7 @@ def quantise_query_sm90_kernel(
     codes_ptr,
     scales_ptr,
     gate_out_ptr,
+    counter_ptr,
     rows,
     gate_scale,
     amax_floor,
@@ -237,28 +274,30 @@ def quantise_query_sm90_kernel(
     HEADS: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """One program takes every num_programs-th tile of ROWS rows of q viewed as [T * H, 128]; codes are int32 words.
+    """Programs, at most as many as tiles, draw tiles of ROWS rows of q viewed as [T * H, 128]; codes are int32 words.
 
-    At most as many programs as tiles. While one quantises a tile the next is on its way; several programs on a
-    multiprocessor hide each other's waiting.
+    A program begins with the tile of its number; ticket t is tile num_programs + t. It draws a ticket before its first
+    tile and in each, num_programs + tiles in all, after which the counter is 0 again for the next launch. While it
+    quantises a tile the next is on its way; several programs on a multiprocessor hide each other's waiting.
     """
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 128, 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, 64, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    half: gl.constexpr = row_layout(ROWS, 16, 64)
     WIDTH: gl.constexpr = 16 if FMT == "e2m1" else 32
     words_of: gl.constexpr = row_layout(ROWS, 4, WIDTH)
     tiles = (rows + ROWS - 1) // ROWS
     tokens = rows // HEADS
-    step = gl.num_programs(0)
+    last = gl.num_programs(0) + tiles - 1
     q = gl.allocate_shared_memory(gl.bfloat16, [ROWS, 128], q_desc.layout)
-    matrix = gl.allocate_shared_memory(gl.bfloat16, [128, 128], q_desc.layout)
+    matrix = gl.allocate_shared_memory(gl.bfloat16, [64, 64], q_desc.layout)
+    box = gl.allocate_shared_memory(gl.int32, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     fence_async_shared()
     tile = gl.program_id(0)
     mbarrier.expect(ready, ROWS * 256)
     tma.async_copy_global_to_shared(q_desc, [tile * ROWS, 0], ready, q)
-    still_matrix = matrix.slice(0, 64, 1).permute([1, 0])
-    turning_matrix = matrix.slice(64, 64, 1).permute([1, 0])
+    ticket = _draw(counter_ptr, last)
     cos, sin = _angles(cos_ptr, sin_ptr, tile, tokens, HEADS, ROWS)
     matrix.store(_matrix(FMT))
     fence_async_shared()
@@ -268,31 +307,34 @@ def quantise_query_sm90_kernel(
     while tile < tiles:
         first = tile.to(gl.int64) * ROWS
         inside = line < rows - tile * ROWS
-        gate = gl.load(gate_ptr + first + line, mask=inside, other=0.0)
         mbarrier.wait(ready, phase)
-        acc = gl.zeros([ROWS, 128], gl.float32, mma)
-        acc = warpgroup_mma(q.slice(0, 64, 1), still_matrix, acc, use_acc=False, is_async=True)
-        a, b = _turned(q.slice(64, 64, 1).load(row_layout(ROWS, 16, 64)), cos, sin, ROWS)
-        words = bf16_word(a, b)
-        acc = warpgroup_mma(_operand(words, ROWS, operand), turning_matrix, acc, is_async=True)
-        cos, sin = _angles(cos_ptr, sin_ptr, tile + step, tokens, HEADS, ROWS)
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+        still, turning = q.slice(0, 64, 1).load(half), q.slice(64, 64, 1).load(half)
+        gate = gl.load(gate_ptr + first + line, mask=inside, other=0.0)
+        a, b = _turned(turning, cos, sin, ROWS)
+        x = _operand(still, bf16_word(a, b), ROWS, operand)
+        acc = gl.zeros([2 * ROWS, 64], gl.float32, mma)
+        acc = warpgroup_mma(x, matrix.permute([1, 0]), acc, use_acc=False, is_async=True)
+        box.store(ticket)
+        # here, where the angles of the next tile are not under way yet: the fence waits for every load before it
+        fence_async_shared()
         cta_barrier()  # every warp has read the tile
-        if tile + step < tiles:
+        tile = gl.num_programs(0) + _first_of(box)
+        if tile < tiles:
             mbarrier.expect(ready, ROWS * 256)
-            tma.async_copy_global_to_shared(q_desc, [(tile + step) * ROWS, 0], ready, q)
-        x = acc * HADAMARD_NORM
+            tma.async_copy_global_to_shared(q_desc, [tile * ROWS, 0], ready, q)
+        ticket = _draw(counter_ptr, last)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=[acc])
+        cos, sin = _angles(cos_ptr, sin_ptr, tile, tokens, HEADS, ROWS)
+        words = _butterfly(acc, ROWS)
         gate = gate.to(gl.float32) * gate_scale
         if FMT == "e2m1":
-            even, odd = gl.split(x.reshape([ROWS, 64, 2]))
-            words = bf16_word(even, odd).reshape([ROWS, 16, 4])
             codes, scale = _quantise_e2m1(words, amax_floor, TIES_DOWN)
             block: gl.constexpr = scale.type.layout
             row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, block))[:, None]
             to = scales_ptr + first * 4 + (row * 4 + gl.arange(0, 4, layout=gl.SliceLayout(0, block))[None, :])
-            gl.store(to, scale.to(gl.uint8), mask=row < rows - tile * ROWS)
+            gl.store(to, scale.to(gl.uint8), mask=row < rows - first)
         else:
-            codes, scale = _quantise_e4m3(round_to_bf16(x), amax_floor, POWER_OF_TWO)
+            codes, scale = _quantise_e4m3(words, amax_floor, POWER_OF_TWO)
             scale = gl.convert_layout(scale, gl.SliceLayout(1, words_of), assert_trivial=True)
             gl.store(scales_ptr + first + line, scale, mask=inside)
             gate = gate * scale
@@ -301,9 +343,25 @@ def quantise_query_sm90_kernel(
         column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, words_of))
         to = codes_ptr + first * WIDTH + (line[:, None] * WIDTH + column[None, :])
         gl.store(to, codes, mask=inside[:, None])
-        tile += step
         phase ^= 1
     mbarrier.invalidate(ready)
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """int32 [1], 0 whenever a launch begins.
+
+    Launches of one stream come one after the other and each leaves it at 0, so a stream keeps its counter. A graph has
+    its own: it may be replayed beside the stream that captured it.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _counters:
+        _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _counters[key]
 
 
 def runs(heads: int) -> bool:
@@ -321,7 +379,7 @@ def quantise_query_sm90(
     q = (q if q.data_ptr() % 16 == 0 else q.clone()).view(rows, 128)
     quantise_query_sm90_kernel[(programs(q.device, SM90.query_programs, triton.cdiv(rows, tile)),)](
         TensorDescriptor(q, [rows, 128], [128, 1], [tile, 128], LAYOUT),
-        gate, cos, sin, codes.view(torch.int32), scales, gate_out, rows, gate_scale, amax_floor,
+        gate, cos, sin, codes.view(torch.int32), scales, gate_out, _counter(q.device), rows, gate_scale, amax_floor,
         FMT=fmt, POWER_OF_TWO=power_of_two, TIES_DOWN=ties_down, HEADS=gate.shape[1],
         ROWS=tile, num_warps=SM90.query_warps, maxnreg=SM90.query_registers,
         enable_fp_fusion=False,

@@ -9,7 +9,7 @@ scale can move from q to the gate: SGLang and vLLM fold it there, and the logits
 has four scales a head and keeps them.
 
 On Hopper the recipes that round after both stages take `hopper_query`; the codes are the same but for sums of another
-order (4 of 134 million e4m3 codes, no e2m1 code).
+order (7 of 673 million e4m3 codes, no e2m1 code).
 
 Letters: T tokens, H heads, D = 128.
 """

@@ -10,6 +10,7 @@ from diffcheck.kernels import (
     quantise_query,
     read_entries,
     store_key,
+    tuning,
 )
 from diffcheck.refimpl.compressor import rms_norm, softmax_pool
 from diffcheck.refimpl.formats import (
@@ -460,3 +461,56 @@ def test_flash_queries(name, device):
         again = quantise_query(*arguments, gate_scale=0.01, **recipe)
         assert torch.equal(again.codes.view(torch.uint8), query.codes.view(torch.uint8))
         assert torch.equal(again.gate, query.gate)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8, rounded", "fp4, rounded"])
+def test_queries_on_two_streams_and_in_a_graph(name, device):
+    """More tiles than programs, of another number each time; Hopper's programs draw them from a counter."""
+    recipe = QUERY_RECIPES[name]
+    gate, angles = torch.randn(1200, 64, device=device), torch.randn(1200, 32)
+    cos, sin = angles.cos().to(device), angles.sin().to(device)
+    queries = [torch.randn(1200, 64, 128).bfloat16() for _ in range(3)]
+    want = [emulate(q.float(), angles.cos(), angles.sin(), recipe) for q in queries]
+    queries = [q.to(device) for q in queries]
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    torch.cuda.synchronize()
+    got = []  # all kept, so that no memory comes back with the right codes in it
+    for turn in range(30):
+        n = 1200 - 9 * turn
+        with torch.cuda.stream(streams[turn % 2]):
+            query = quantise_query(queries[turn % 3][:n], gate[:n], cos[:n], sin[:n], gate_scale=0.01, **recipe)
+        got.append(query)
+    torch.cuda.synchronize()
+    for turn, query in enumerate(got):
+        here = [t[: len(query.codes)] for t in want[turn % 3][:2]]
+        assert_same_codes(f"{name}, launch {turn}", recipe, (query.codes, query.scales), (*here, None))
+    static, graph = queries[0].clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        query = quantise_query(static, gate, cos, sin, gate_scale=0.01, **recipe)
+    for q, each in zip(queries, want, strict=True):
+        static.copy_(q)
+        query.codes.view(torch.uint8).fill_(0xAB)
+        graph.replay()
+        assert_same_codes(f"{name}, replayed", recipe, (query.codes, query.scales), each)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["e4m3", "e2m1"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_hopper_queries_end_with_their_last_row(tokens, fmt, device):
+    """16 heads, so that the last tile of 64 rows is not full: nothing is written past the outputs' ends."""
+    q = torch.randn(tokens, 16, 128, device=device).bfloat16()
+    if not tuning.on_hopper(q):
+        pytest.skip("no Hopper here")
+    from diffcheck.kernels.hopper_query import quantise_query_sm90
+
+    gate, table = torch.randn(tokens, 16, device=device), torch.rand(tokens, 32, device=device)
+    codes = torch.full((tokens + 8, 16, 128 if fmt == "e4m3" else 64), 0xAB, dtype=torch.uint8, device=device)
+    gates = torch.full((tokens + 8, 16), 0.25, device=device)
+    outputs = codes, gates.clone() if fmt == "e4m3" else codes[..., :4].clone(), gates
+    before = [output.clone() for output in outputs]
+    quantise_query_sm90(q, gate, table, table, 0.5, fmt, False, 1e-4, False, *(output[:tokens] for output in outputs))
+    for output, old in zip(outputs, before, strict=True):
+        assert torch.equal(output[tokens:], old[tokens:])
+        assert not (output[:tokens] == old[:tokens]).flatten(1).all(1).any()
