@@ -384,6 +384,8 @@ def test_quantise_query_shows_poison(fmt, rounds, device):
     if fmt == "e4m3":
         assert query.scales[0, [3, 7, 9]].isnan().all()
         assert (query.codes[0, [3, 7, 9]].view(torch.uint8) == 0x7F).all()
+    if fmt == "e2m1":
+        assert not query.codes[0, [3, 7, 9]].any()
 
 
 @pytest.mark.parametrize("fmt", PAGE_FORMATS)
@@ -468,31 +470,37 @@ def test_flash_queries(name, device):
 def test_queries_on_two_streams_and_in_a_graph(name, device):
     """More tiles than programs, of another number each time; Hopper's programs draw them from a counter."""
     recipe = QUERY_RECIPES[name]
-    gate, angles = torch.randn(1200, 64, device=device), torch.randn(1200, 32)
-    cos, sin = angles.cos().to(device), angles.sin().to(device)
-    queries = [torch.randn(1200, 64, 128).bfloat16() for _ in range(3)]
-    want = [emulate(q.float(), angles.cos(), angles.sin(), recipe) for q in queries]
-    queries = [q.to(device) for q in queries]
+    gate, angles = torch.randn(700, 64, device=device), torch.randn(700, 32)
+    cos, sin = angles.cos(), angles.sin()
+    queries = [torch.randn(700, 64, 128).bfloat16() for _ in range(3)]
+    wanted = [emulate(q.float(), cos, sin, recipe) for q in queries]
+    queries, cos, sin = [q.to(device) for q in queries], cos.to(device), sin.to(device)
+
+    def run(q):
+        n = len(q)
+        return quantise_query(q, gate[:n], cos[:n], sin[:n], gate_scale=0.01, **recipe)
+
+    firsts = [run(q) for q in queries]
+    for first, want in zip(firsts, wanted, strict=True):
+        assert_same_codes(name, recipe, (first.codes, first.scales), want)
+    codes = [first.codes.view(torch.uint8) for first in firsts]
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     torch.cuda.synchronize()
     got = []  # all kept, so that no memory comes back with the right codes in it
     for turn in range(30):
-        n = 1200 - 9 * turn
         with torch.cuda.stream(streams[turn % 2]):
-            query = quantise_query(queries[turn % 3][:n], gate[:n], cos[:n], sin[:n], gate_scale=0.01, **recipe)
-        got.append(query)
+            got.append(run(queries[turn % 3][: 700 - 5 * turn]))
     torch.cuda.synchronize()
     for turn, query in enumerate(got):
-        here = [t[: len(query.codes)] for t in want[turn % 3][:2]]
-        assert_same_codes(f"{name}, launch {turn}", recipe, (query.codes, query.scales), (*here, None))
+        assert torch.equal(query.codes.view(torch.uint8), codes[turn % 3][: 700 - 5 * turn]), f"launch {turn}"
     static, graph = queries[0].clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        query = quantise_query(static, gate, cos, sin, gate_scale=0.01, **recipe)
-    for q, each in zip(queries, want, strict=True):
+        query = run(static)
+    for q, want in zip(queries, codes, strict=True):
         static.copy_(q)
         query.codes.view(torch.uint8).fill_(0xAB)
         graph.replay()
-        assert_same_codes(f"{name}, replayed", recipe, (query.codes, query.scales), each)
+        assert torch.equal(query.codes.view(torch.uint8), want)
 
 
 @pytest.mark.gpu
