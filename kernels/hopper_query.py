@@ -22,6 +22,8 @@ Some multiprocessors are 10 % slower than others, with the same work, so program
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, no-any-return"
 
+from collections.abc import Collection
+
 import torch
 import triton
 from torch import Tensor
@@ -364,9 +366,9 @@ def _counter(device: torch.device) -> Tensor:
     return _counters[key]
 
 
-def runs(heads: int) -> bool:
-    """Whether this kernel takes such queries: the 16 rows of a warp need the same angles."""
-    return heads % 16 == 0
+def runs(heads: int, hadamard: bool, fp4_step: bool, round_bf16: Collection[str]) -> bool:
+    """Whether this kernel takes such queries in e4m3 or e2m1: the 16 rows of a warp need the same angles."""
+    return heads % 16 == 0 and hadamard and not fp4_step and set(round_bf16) == {"rope", "hadamard"}
 
 
 def quantise_query_sm90(

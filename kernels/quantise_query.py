@@ -189,49 +189,44 @@ def quantise_query(
         "bf16": None,
     }[form.name]
     gate_out = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    result = QuantisedQuery(codes=codes, scales=scales, gate=gate_out)
     rows = tokens * heads
-    if (
-        rows
-        and scales is not None
-        and hadamard
-        and not fp4_step
-        and set(round_bf16) == set(QUERY_STAGES)
-        and on_hopper(q)
-    ):
+    if not rows:
+        return result
+    if scales is not None and on_hopper(q):
         from . import hopper_query
 
-        if hopper_query.runs(heads):
+        if hopper_query.runs(heads, hadamard, fp4_step, round_bf16):
             hopper_query.quantise_query_sm90(
                 q, gate, cos, sin, gate_scale, form.name, scale == "ue8m0", floor, ties == "down",
                 codes, scales, gate_out,
             )  # fmt: skip
-            return QuantisedQuery(codes=codes, scales=scales, gate=gate_out)
-    if rows:
-        gate_bf16 = gate.dtype == torch.bfloat16
-        choice = plain(q.device)
-        quantise_query_kernel[(programs(q.device, choice.query_programs, triton.cdiv(rows, ROWS)),)](
-            (q if q.data_ptr() % 16 == 0 else q.clone()).view(torch.int32),
-            gate.view(torch.int16) if gate_bf16 else gate,
-            cos,
-            sin,
-            codes.view(torch.int32),
-            gate_out if scales is None else scales.view(torch.int32) if form.name == "e2m1" else scales,
-            gate_out,
-            rows,
-            gate_scale,
-            floor,
-            FMT=form.name,
-            POWER_OF_TWO=scale == "ue8m0",
-            TIES_DOWN=ties == "down",
-            FP4_STEP=fp4_step,
-            HADAMARD=hadamard,
-            ROUND_ROPE="rope" in round_bf16,
-            ROUND_HADAMARD="hadamard" in round_bf16,
-            GATE_BF16=gate_bf16,
-            HEADS=heads,
-            ROWS=ROWS,
-            STAGES=choice.query_stages[form.name],
-            num_warps=choice.query_warps,
-            enable_fp_fusion=False,
-        )
-    return QuantisedQuery(codes=codes, scales=scales, gate=gate_out)
+            return result
+    gate_bf16 = gate.dtype == torch.bfloat16
+    choice = plain(q.device)
+    quantise_query_kernel[(programs(q.device, choice.query_programs, triton.cdiv(rows, ROWS)),)](
+        (q if q.data_ptr() % 16 == 0 else q.clone()).view(torch.int32),
+        gate.view(torch.int16) if gate_bf16 else gate,
+        cos,
+        sin,
+        codes.view(torch.int32),
+        gate_out if scales is None else scales.view(torch.int32) if form.name == "e2m1" else scales,
+        gate_out,
+        rows,
+        gate_scale,
+        floor,
+        FMT=form.name,
+        POWER_OF_TWO=scale == "ue8m0",
+        TIES_DOWN=ties == "down",
+        FP4_STEP=fp4_step,
+        HADAMARD=hadamard,
+        ROUND_ROPE="rope" in round_bf16,
+        ROUND_HADAMARD="hadamard" in round_bf16,
+        GATE_BF16=gate_bf16,
+        HEADS=heads,
+        ROWS=ROWS,
+        STAGES=choice.query_stages[form.name],
+        num_warps=choice.query_warps,
+        enable_fp_fusion=False,
+    )
+    return result
