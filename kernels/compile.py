@@ -314,7 +314,7 @@ def _hopper_cases() -> list[Case]:
         fmt = name.split()[0]
         slots = SM90.decode_slots[name]
         for q_fmt in QUERY_FORMATS_OF[fmt]:
-            for next_n, limit in ((1, SM90.decode_registers[name]), (2, SM90.decode_wide_registers[name])):
+            for next_n, limit in enumerate(SM90.decode_registers[name], start=1):
                 listed.append(
                     Case(
                         name=f"decode_sm90 {q_fmt} x {name} next_n {next_n}",

@@ -58,14 +58,15 @@ from .hopper_e2m1 import (
 )
 from .hopper_e2m1 import word_layout as e2m1_layout
 from .layout import PageFormat
-from .tuning import SM90
+from .tuning import SM90, programs
 
+_E2M1_VIEW = (torch.int32, 68, 16, gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2))
 PAGE_VIEWS = {
     "e4m3": (torch.float8_e4m3fn, 66, 128, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)),
     "e4m3 exact": (torch.int32, 66, 32, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)),
     "bf16": (torch.bfloat16, 64, 128, gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)),
-    "e2m1": (torch.int32, 68, 16, gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)),
-    "e2m1 exact": (torch.int32, 68, 16, gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=2)),
+    "e2m1": _E2M1_VIEW,
+    "e2m1 exact": _E2M1_VIEW,
 }
 """How the pool is seen as a matrix whose rows are entries: dtype, rows of a page (its scales are the rows beyond 64),
 columns, and the shared layout of a page's values."""
@@ -347,18 +348,14 @@ def decode_sm90(
     s_desc = TensorDescriptor(words, [words.numel() // 64, 64], [64, 1], [1, 64], SCALES_LAYOUT)
     requests, max_length, heads = block_table.shape[0], out.shape[1], codes.shape[1]
     most = requests * triton.cdiv(max_length, 64)
-    processors = torch.cuda.get_device_properties(pages.device).multi_processor_count
     if q_fmt == "e2m1":
         codes = (codes if codes.data_ptr() % 16 == 0 else codes.clone()).view(torch.int32)
         q_scales = (q_scales if q_scales.data_ptr() % 4 == 0 else q_scales.clone()).view(torch.int32)
-    slots = SM90.decode_slots[name]
-    if next_n * heads <= 64:
-        each, limit = SM90.decode_programs[name], SM90.decode_registers[name]
-    else:
-        each, limit = SM90.decode_wide_programs[name], SM90.decode_wide_registers[name]
-    decode_sm90_kernel[(min(most, processors * each),)](
+    slots, wide = SM90.decode_slots[name], next_n * heads > 64
+    decode_sm90_kernel[(programs(pages.device, SM90.decode_programs[name][wide], most),)](
         k_desc, s_desc, words, codes, q_scales, gate, block_table, lengths, out, requests, pages.shape[0],
         block_table.stride(0), out.stride(0), max_length, FMT=form.name, Q_FMT=q_fmt, EXACT=exact, NEXT_N=next_n,
         HEADS=heads, SLOTS=slots, SLOT_BITS=slots.bit_length() - 1, SUMS=SM90.decode_sums.get(name, False),
-        REQUESTS=max(32, triton.next_power_of_2(requests)), num_warps=4, maxnreg=limit,
+        REQUESTS=max(32, triton.next_power_of_2(requests)), num_warps=4,
+        maxnreg=SM90.decode_registers[name][wide],
     )  # fmt: skip

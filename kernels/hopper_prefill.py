@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .hopper import KEYS, byte_of_place, cta_barrier, score_of, widen_e4m3, word_layout
-from .tuning import SM90
+from .tuning import SM90, multiprocessors
 
 KEY_LAYOUTS = {
     False: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2),
@@ -226,8 +226,7 @@ def prefill_sm90(
     rows, heads = codes.shape[:2]
     count, block = len(keys), rows_of(heads, exact)
     blocks, total = triton.cdiv(rows, block), triton.cdiv(count, KEYS.value)
-    processors = torch.cuda.get_device_properties(keys.device).multi_processor_count
-    tiles = tiles_of(blocks, total, processors * SM90.prefill_programs)
+    tiles = tiles_of(blocks, total, SM90.prefill_programs * multiprocessors(keys.device))
     chunks = triton.cdiv(total, tiles)
     k_desc, q_desc, flat = descriptors(codes, keys, block, exact)
     prefill_sm90_kernel[(chunks * blocks,)](

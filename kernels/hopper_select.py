@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .hopper import KEYS, byte_of_place, cta_barrier, score_of
 from .hopper_prefill import descriptors, operand_of, product
 from .order import LOWEST, NAN
-from .tuning import SM90
+from .tuning import SM90, multiprocessors, programs
 
 TILE = 512
 """Scores of a row that are looked at together."""
@@ -294,8 +294,7 @@ def rows_of(heads: int) -> int:
 def runs(rows: int, heads: int, k: int, device: torch.device) -> bool:
     """Whether this kernel takes such a problem: a list has room for a tile, and every multiprocessor has rows."""
     block = rows_of(heads)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return block in (2, 4) and list_size(k) <= LONGEST_LIST and rows >= 2 * block * processors
+    return block in (2, 4) and list_size(k) <= LONGEST_LIST and rows >= 2 * block * multiprocessors(device)
 
 
 def select_sm90(
@@ -306,12 +305,11 @@ def select_sm90(
     rows, heads = codes.shape[:2]
     block, size, segment = rows_of(heads), list_size(k), SM90.select_segment
     blocks = triton.cdiv(rows, block)
-    processors = torch.cuda.get_device_properties(keys.device).multi_processor_count
-    programs = min(blocks, SM90.select_programs[exact] * processors)
-    work = torch.empty(programs * block, segment, dtype=torch.float32, device=keys.device)
-    lists = torch.empty(programs * block, size, 2, dtype=torch.int32, device=keys.device)
+    count = programs(keys.device, SM90.select_programs[exact], blocks)
+    work = torch.empty(count * block, segment, dtype=torch.float32, device=keys.device)
+    lists = torch.empty(count * block, size, 2, dtype=torch.int32, device=keys.device)
     k_desc, q_desc, flat = descriptors(codes, keys, block, exact)
-    select_sm90_kernel[(programs,)](
+    select_sm90_kernel[(count,)](
         k_desc, q_desc, flat, gate, key_scales, start, end, work, lists, lists.view(torch.int64), out, rows, len(keys),
         k, blocks, HEADS=heads, ROWS=block, SLOTS=2, EXACT=exact, SEGMENT=segment, TILE=TILE, LIST=size, num_warps=4,
         maxnreg=SM90.select_registers[exact],

@@ -28,7 +28,7 @@ from torch import Tensor
 from .checks import check_devices, check_tensor
 from .order import LOWEST, NAN, order_keys
 from .tournament import most_rows, tournament, width_for
-from .tuning import plain
+from .tuning import multiprocessors, plain
 
 COLUMNS = 1024
 """Columns read at a time."""
@@ -235,7 +235,7 @@ def _programs(k: int, device: torch.device) -> int:
     """Programs that run at once, about, and have room for their lists; few where interpreted."""
     if device.type != "cuda":
         return 8
-    at_once = plain(device).topk_programs * torch.cuda.get_device_properties(device).multi_processor_count
+    at_once = plain(device).topk_programs * multiprocessors(device)
     return min(at_once, longest_launch(k))
 
 

@@ -75,22 +75,26 @@ class Hopper:
     """Whether relu is a sum, see `hopper.score_of`: where registers are unpacked, on the pipe of the maximum. e2m1 has
     its own ways, see `hopper_e2m1`.
     """
-    decode_programs: dict[str, int] = field(
-        default_factory=lambda: {"e4m3": 5, "e4m3 exact": 4, "bf16": 4, "e2m1": 4, "e2m1 exact": 4}
+    decode_programs: dict[str, tuple[int, int]] = field(
+        default_factory=lambda: {
+            "e4m3": (5, 4),
+            "e4m3 exact": (4, 3),
+            "bf16": (4, 3),
+            "e2m1": (4, 3),
+            "e2m1 exact": (4, 2),
+        }
     )
-    """Programs on one multiprocessor, where rows x heads of a request are at most 64."""
-    decode_registers: dict[str, int] = field(
-        default_factory=lambda: {"e4m3": 96, "e4m3 exact": 128, "bf16": 128, "e2m1": 128, "e2m1 exact": 112}
+    """Programs on one multiprocessor: where rows x heads of a request are at most 64, and where they are more."""
+    decode_registers: dict[str, tuple[int, int]] = field(
+        default_factory=lambda: {
+            "e4m3": (96, 128),
+            "e4m3 exact": (128, 168),
+            "bf16": (128, 168),
+            "e2m1": (128, 168),
+            "e2m1 exact": (112, 255),
+        }
     )
-    """Limit of registers a thread, so that the programs above fit."""
-    decode_wide_programs: dict[str, int] = field(
-        default_factory=lambda: {"e4m3": 4, "e4m3 exact": 3, "bf16": 3, "e2m1": 3, "e2m1 exact": 2}
-    )
-    """`decode_programs` where rows x heads are more."""
-    decode_wide_registers: dict[str, int] = field(
-        default_factory=lambda: {"e4m3": 128, "e4m3 exact": 168, "bf16": 168, "e2m1": 168, "e2m1 exact": 255}
-    )
-    """`decode_registers` where rows x heads are more."""
+    """Limits of registers a thread, so that the programs above fit."""
     decode_columns: int = 128
     """Most rows x heads of one program."""
     query_warps: int = 4
@@ -112,13 +116,18 @@ PLAIN = {
 """By major compute capability; others take 10's."""
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def programs(device: torch.device, each: int, blocks: int) -> int:
     """Programs to launch for so many blocks of work: `each` on every multiprocessor; interpreted, so few that their
     loops turn.
     """
     if device.type != "cuda":
         return min(blocks, 3)
-    return min(blocks, each * torch.cuda.get_device_properties(device).multi_processor_count)
+    return min(blocks, each * multiprocessors(device))
 
 
 def on_hopper(tensor: Tensor) -> bool:
