@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,25 @@ def check_stages(round_bf16: Collection[str], stages: Sequence[str]) -> None:
     unknown = [stage for stage in round_bf16 if stage not in stages]
     if isinstance(round_bf16, str) or unknown:
         raise ValueError(f"round_bf16 is {round_bf16!r}, expected a subset of ({', '.join(stages)})")
+
+
+def recipe_constants(
+    fmt: str, scale: str, ties: str, fp4_step: bool, hadamard: bool, round_bf16: Collection[str], stages: Sequence[str]
+) -> dict[str, Any]:
+    """A recipe as the constants of a kernel that quantises, with ROUND_.. for each of its stages.
+
+    Raises ValueError for a scale, ties or stage that do not exist.
+    """
+    check_choice("scale", scale, ("fp32", "ue8m0"))
+    check_choice("ties", ties, ("even", "down"))
+    check_stages(round_bf16, stages)
+    return {
+        "FMT": fmt,
+        "POWER_OF_TWO": scale == "ue8m0",
+        "TIES_DOWN": ties == "down",
+        "FP4_STEP": fp4_step,
+        "HADAMARD": hadamard,
+    } | {f"ROUND_{stage.upper()}": stage in round_bf16 for stage in stages}
 
 
 def check_devices(**tensors: Tensor | None) -> None:

@@ -375,12 +375,13 @@ def quantise_query_sm90(
     q: Tensor, gate: Tensor, cos: Tensor, sin: Tensor, gate_scale: float, fmt: str, power_of_two: bool,
     amax_floor: float, ties_down: bool, codes: Tensor, scales: Tensor, gate_out: Tensor,
 ) -> None:  # fmt: skip
-    """Fill codes, scales and gate_out of e4m3 or e2m1 queries; arguments as `quantise_query` has checked them."""
+    """Fill codes, scales and gate_out of e4m3 or e2m1 queries; arguments as `quantise_query` has checked them, q at a
+    multiple of 16 bytes.
+    """
     rows = q.shape[0] * q.shape[1]
     tile = 16 * SM90.query_warps
-    q = (q if q.data_ptr() % 16 == 0 else q.clone()).view(rows, 128)
     quantise_query_sm90_kernel[(programs(q.device, SM90.query_programs, triton.cdiv(rows, tile)),)](
-        TensorDescriptor(q, [rows, 128], [128, 1], [tile, 128], LAYOUT),
+        TensorDescriptor(q.view(rows, 128), [rows, 128], [128, 1], [tile, 128], LAYOUT),
         gate, cos, sin, codes.view(torch.int32), scales, gate_out, _counter(q.device), rows, gate_scale, amax_floor,
         FMT=fmt, POWER_OF_TWO=power_of_two, TIES_DOWN=ties_down, HEADS=gate.shape[1],
         ROWS=tile, num_warps=SM90.query_warps, maxnreg=SM90.query_registers,

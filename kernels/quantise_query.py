@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .checks import check_choice, check_devices, check_stages, check_tensor, scale_floor
+from .checks import check_devices, check_tensor, recipe_constants, scale_floor
 from .layout import HEAD_DIM, page_format
 from .rounding import INTERPRETED, bf16_code_to_fp32, bf16_word, bf16_word_to_fp32, round_to_bf16
 from .transforms import (
@@ -171,9 +171,7 @@ def quantise_query(
     Raises ValueError for other shapes, dtypes or choices.
     """
     form = page_format(fmt)
-    check_choice("scale", scale, ("fp32", "ue8m0"))
-    check_choice("ties", ties, ("even", "down"))
-    check_stages(round_bf16, QUERY_STAGES)
+    recipe = recipe_constants(form.name, scale, ties, fp4_step, hadamard, round_bf16, QUERY_STAGES)
     check_tensor("q", q, torch.bfloat16, (None, None, HEAD_DIM))
     tokens, heads = q.shape[0], q.shape[1]
     check_tensor("gate", gate, (torch.bfloat16, torch.float32), (tokens, heads))
@@ -193,19 +191,20 @@ def quantise_query(
     rows = tokens * heads
     if not rows:
         return result
+    q = q if q.data_ptr() % 16 == 0 else q.clone()
     if scales is not None and on_hopper(q):
         from . import hopper_query
 
         if hopper_query.runs(heads, hadamard, fp4_step, round_bf16):
             hopper_query.quantise_query_sm90(
-                q, gate, cos, sin, gate_scale, form.name, scale == "ue8m0", floor, ties == "down",
+                q, gate, cos, sin, gate_scale, form.name, recipe["POWER_OF_TWO"], floor, recipe["TIES_DOWN"],
                 codes, scales, gate_out,
             )  # fmt: skip
             return result
     gate_bf16 = gate.dtype == torch.bfloat16
     choice = plain(q.device)
     quantise_query_kernel[(programs(q.device, choice.query_programs, triton.cdiv(rows, ROWS)),)](
-        (q if q.data_ptr() % 16 == 0 else q.clone()).view(torch.int32),
+        q.view(torch.int32),
         gate.view(torch.int16) if gate_bf16 else gate,
         cos,
         sin,
@@ -215,13 +214,7 @@ def quantise_query(
         rows,
         gate_scale,
         floor,
-        FMT=form.name,
-        POWER_OF_TWO=scale == "ue8m0",
-        TIES_DOWN=ties == "down",
-        FP4_STEP=fp4_step,
-        HADAMARD=hadamard,
-        ROUND_ROPE="rope" in round_bf16,
-        ROUND_HADAMARD="hadamard" in round_bf16,
+        **recipe,
         GATE_BF16=gate_bf16,
         HEADS=heads,
         ROWS=ROWS,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .checks import check_choice, check_devices, check_stages, check_tensor, scale_floor
+from .checks import check_devices, check_tensor, recipe_constants, scale_floor
 from .layout import ENTRIES_PER_PAGE, HEAD_DIM, check_pages, page_format
 from .rounding import INTERPRETED, bf16_code_to_fp32, exponential, fp32_bits, quotient, reciprocal, round_to_bf16
 from .transforms import (
@@ -240,9 +240,7 @@ def store_key(
     ValueError for other shapes, dtypes or choices.
     """
     form = page_format(fmt)
-    check_choice("scale", scale, ("fp32", "ue8m0"))
-    check_choice("ties", ties, ("even", "down"))
-    check_stages(round_bf16, KEY_STAGES)
+    recipe = recipe_constants(form.name, scale, ties, fp4_step, hadamard, round_bf16, KEY_STAGES)
     entries = token_row.shape[0] if token_row.ndim == 1 else 0
     check_tensor("kv", kv, torch.float32, (None, 2 * HEAD_DIM))
     check_tensor("gate", gate, torch.float32, tuple(kv.shape))
@@ -290,15 +288,7 @@ def store_key(
         pages.shape[0] * ENTRIES_PER_PAGE,
         eps,
         floor,
-        FMT=form.name,
-        POWER_OF_TWO=scale == "ue8m0",
-        TIES_DOWN=ties == "down",
-        FP4_STEP=fp4_step,
-        HADAMARD=hadamard,
-        ROUND_POOL="pool" in round_bf16,
-        ROUND_NORM="norm" in round_bf16,
-        ROUND_ROPE="rope" in round_bf16,
-        ROUND_HADAMARD="hadamard" in round_bf16,
+        **recipe,
         WEIGHT_BF16=weight_bf16,
         ROWS=ROWS,
         num_warps=plain(kv.device).key_warps,
