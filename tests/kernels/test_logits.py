@@ -213,11 +213,12 @@ def test_a_poisoned_key_shows_and_only_there(fmt, device):
     assert got.isnan().nonzero().tolist() == [[0, 66]]
 
 
-def e2m1_pages(codes, scales, device):
-    """Keys of one request in pages, their block table and number."""
+def one_request(fmt, codes, scales, device):
+    """Keys of one request in pages, and their block table."""
     count = len(codes)
-    pages = allocate_pages("e2m1", -(-count // 64), device)
-    write_entries(pages, "e2m1", torch.arange(count, device=device), codes.to(device), scales.to(device))
+    pages = allocate_pages(fmt, -(-count // 64), device)
+    scales = None if scales is None else scales.to(device)
+    write_entries(pages, fmt, torch.arange(count, device=device), codes.to(device), scales)
     return pages, torch.arange(len(pages), dtype=torch.int32, device=device)[None]
 
 
@@ -237,7 +238,7 @@ def test_e2m1_blocks_far_below_the_largest(side, exact, device):
                                                       scales[:, None].expand_as(other_scales).contiguous())  # fmt: skip
     k = (codes, scales) if side == "keys" else (other[:, 0].contiguous(), other_scales[:, 0].contiguous())
     query = QuantisedQuery(q[0].to(device), q[1].to(device), torch.rand(most + 1, 16).to(device) + 0.5)
-    pages, table = e2m1_pages(*k, device)
+    pages, table = one_request("e2m1", *k, device)
     lengths = torch.full((most + 1,), most + 1, dtype=torch.int32, device=device)
     table = table.expand(most + 1, -1).contiguous()
     got = paged_logits(query, pages, table, lengths, fmt="e2m1", max_length=most + 1, exact=exact)
@@ -254,7 +255,7 @@ def test_e2m1_sums_are_exact(device):
     k_codes = torch.where(largest, k_codes | 0x77, k_codes)
     q_codes = torch.where(torch.rand(heads, heads, 64) < 0.5, q_codes | 0x77, q_codes)
     k_scales, q_scales = torch.randint(121, 125, (keys, 4)), torch.randint(124, 128, (heads, heads, 4))
-    pages, table = e2m1_pages(k_codes.to(torch.uint8), k_scales.to(torch.uint8), device)
+    pages, table = one_request("e2m1", k_codes.to(torch.uint8), k_scales.to(torch.uint8), device)
     query = QuantisedQuery(
         q_codes.to(torch.uint8).to(device), q_scales.to(torch.uint8).to(device), torch.eye(heads, device=device)
     )  # row h counts head h alone
@@ -281,11 +282,9 @@ def test_gates_far_apart(fmt, apart, device):
         k_codes = k_codes.float().abs().to(k_codes.dtype)
         query.codes[0, :7] = (-query.codes[0, :7].float().abs()).to(query.codes.dtype)
     query.gate[0, :7] *= 2.0**apart
-    pages = allocate_pages(fmt, 2, device)
-    entry = torch.arange(70, device=device)
     keys = k_codes.to(device), None if k_scales is None else k_scales.to(device)
-    write_entries(pages, fmt, entry, *keys)
-    table, length = (torch.tensor(t, dtype=torch.int32, device=device) for t in ([[0, 1]], [70]))
+    pages, table = one_request(fmt, *keys, device)
+    length = torch.tensor([70], dtype=torch.int32, device=device)
     got = paged_logits(query, pages, table, length, fmt=fmt, max_length=70)
     want, magnitude = exact_scores(query, 0, *keys, fmt)
     assert magnitude < 2.0**30
@@ -306,7 +305,7 @@ def test_e2m1_scales_are_powers_of_two_of_any_size(floor, exact, device):
     length = torch.tensor([70], dtype=torch.int32, device=device)
 
     def run(scales, q_scales):
-        pages, table = e2m1_pages(codes, scales, device)
+        pages, table = one_request("e2m1", codes, scales, device)
         q = QuantisedQuery(query.codes, q_scales, query.gate)
         return paged_logits(q, pages, table, length, fmt="e2m1", max_length=70, exact=exact)
 
@@ -325,7 +324,7 @@ def test_one_bad_e2m1_scale_poisons_its_row(exact, device):
     codes, scales = random_codes("e2m1", 70)
     for block in range(4):
         scales[[3, 30, 62, 66][block], block] = 255
-    pages, table = e2m1_pages(codes, scales, device)
+    pages, table = one_request("e2m1", codes, scales, device)
     length = torch.tensor([70], dtype=torch.int32, device=device)
     query = random_query("e2m1", 1, 64, device)
     got = paged_logits(query, pages, table, length, fmt="e2m1", max_length=70, exact=exact)
