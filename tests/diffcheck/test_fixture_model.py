@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -129,18 +130,23 @@ def test_config_is_that_of_the_first_layers(whole):
     assert len(np.unique(codes.numpy())) > 64, "all kinds of codes"
 
 
-def test_measurement_script_stops_in_time_and_goes_on(tmp_path, monkeypatch, capsys):
-    """No time at all: it ends with 75 and keeps what it wrote; called again it finishes, and prints a line a length."""
+@pytest.fixture(scope="module")
+def measure_model():
     path = Path(__file__).parents[2] / "fixtures" / "measure_model.py"
     spec = importlib.util.spec_from_file_location("measure_model", path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    command = ["measure_model.py", "--directory", str(tmp_path), "--like", "mini", "--lengths", "40,301"]
-    command += ["--device", "cpu", "--json", str(tmp_path / "out.json")]
+    return script
+
+
+def test_measurement_script_stops_in_time_and_goes_on(measure_model, tmp_path, monkeypatch, capsys):
+    """No time at all: it ends with 75 and keeps what it wrote; called again it finishes, and prints a line a length."""
+    command = ["measure_model.py", "--directory", str(tmp_path), "--like", "mini", "--layers", "5"]
+    command += ["--lengths", "40,301", "--device", "cpu", "--json", str(tmp_path / "out.json")]
     monkeypatch.setattr(sys, "argv", [*command, "--seconds", "0"])
-    assert script.main() == 75
+    assert measure_model.main() == 75
     monkeypatch.setattr(sys, "argv", command)
-    assert script.main() == 0
+    assert measure_model.main() == 0
     lines = capsys.readouterr().out.splitlines()
     assert "time is up" in "".join(lines)
     assert lines[-2].startswith("40 tokens: 5 layers in ")
@@ -148,3 +154,11 @@ def test_measurement_script_stops_in_time_and_goes_on(tmp_path, monkeypatch, cap
     runs = json.loads((tmp_path / "out.json").read_text())["runs"]
     assert [t["ratio"] for t in runs[1]["times"]] == [0, 0, 4, 128, 4]
     assert not list(tmp_path.glob("run-*/streams-*")), "finished streams free the disk"
+
+
+@pytest.mark.parametrize(("room_for", "layers"), [(0, 1), (1, 1), (3, 3), (5, 5), (9, 5)])
+def test_measurement_script_takes_the_layers_the_disk_holds(measure_model, tmp_path, monkeypatch, room_for, layers):
+    """At least one, at most all, whatever this machine's disk has free."""
+    free = measure_model.SPARE + 1 + sum(layer_bytes("mini", min(layer, 4)) for layer in range(room_for))
+    monkeypatch.setattr(measure_model.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    assert measure_model.layers_that_fit("mini", tmp_path) == layers
