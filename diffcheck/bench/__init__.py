@@ -1,7 +1,8 @@
 """`diffcheck bench`: accuracy first, then speed, of every kernel on the same bytes.
 
 One line a case. The error is taken against fp64 or the emulation on a sample; a result whose error is not below its
-limit is wrong, and no speed is printed for it.
+limit is wrong, and no speed is printed for it. A kernel that raises, or a problem that does not fit the device, is a
+failed case and not the end.
 Kernels that only move and convert are also held against a device copy that reads and writes as many bytes: a small
 problem pays for its launch whoever solves it. `shapes` says what is timed, `timing` how, `logits` and `writers` what
 the problems are and who can solve them. The ceilings (a device copy, an fp8 matrix product) are of the same run.
@@ -16,13 +17,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ..backends.deep_gemm import DeepGemmKernels
+from ..backends.sglang import SglangKernels
+from ..backends.triton import TritonKernels
 from ..errors import EnvironmentMissing, InputError
 from . import logits, writers
 from .reading import read_pages
 from .shapes import DEFAULT_SHAPES, TOKENS, Shape
 from .timing import ceilings, copy_milliseconds, milliseconds
 
-__all__ = ["DEFAULT_SHAPES", "FORMATS", "Shape", "bench", "measure", "render"]
+__all__ = ["DEFAULT_SHAPES", "FORMATS", "Shape", "bench", "measure", "passed", "render"]
 
 FORMATS = ("e4m3", "bf16", "e2m1")
 TWO_SETS_BELOW = 2 << 30
@@ -46,20 +50,50 @@ def bench(names: list[str] | None, shapes: list[str], formats: list[str]) -> Ite
         if name not in known:
             raise EnvironmentMissing(f"--backend: {name} has no such kernel here, expected one of {sorted(known)}")
     top = ceilings()
-    yield {"device": torch.cuda.get_device_name(), **top}
+    yield {"device": torch.cuda.get_device_name(), **top, **packages()}
     for shape in parsed:
+        chosen = {name: run for name, run in available[shape.kind].items() if names is None or name in names}
         for fmt in formats:
-            sets = [make(shape, fmt, seed=0)]
-            if sets[0].bytes < TWO_SETS_BELOW:
-                sets.append(make(shape, fmt, seed=1))
-            if isinstance(sets[0], logits.Problem) and sets[0].pages is not None:
-                yield read(sets)
-            like = copy_milliseconds(sets[0].bytes) if shape.kind in TOKENS else None
-            for name, run in available[shape.kind].items():
-                if names is None or name in names:
-                    yield measure(name, run, sets, top, like)
-            del sets
+            yield from cases(shape, fmt, chosen, top)
             torch.cuda.empty_cache()
+
+
+def packages() -> dict[str, dict[str, str]]:
+    """`kernels`: whose kernels can be timed here, with their versions. `missing`: whose cannot, and why."""
+    kernels, missing = dict[str, str](), dict[str, str]()
+    for each in (TritonKernels(), DeepGemmKernels(), SglangKernels("v1")):
+        reason = each.unavailable("cuda")
+        if reason is None:
+            kernels[each.name] = each.version() or "unknown"
+        else:
+            missing[each.name] = reason
+    return {"kernels": kernels, "missing": missing}
+
+
+def cases(shape: Shape, fmt: str, chosen: dict[str, Runner], top: dict[str, float]) -> Iterator[dict[str, Any]]:
+    """The records of one shape and format."""
+    try:
+        sets = [make(shape, fmt, seed=0)]
+        if sets[0].bytes < TWO_SETS_BELOW:
+            sets.append(make(shape, fmt, seed=1))
+    except torch.OutOfMemoryError as error:
+        yield {"shape": str(shape), "format": fmt, "failed": said(error)}
+        return
+    if isinstance(sets[0], logits.Problem) and sets[0].pages is not None:
+        yield read(sets)
+    like = copy_milliseconds(sets[0].bytes) if shape.kind in TOKENS else None
+    for name, run in chosen.items():
+        yield measure(name, run, sets, top, like)
+
+
+def said(error: Exception) -> str:
+    """An exception on one line; of what CUDA and compilers say the first line."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def passed(record: dict[str, Any]) -> bool:
+    """Whether a record is none of a wrong or failed kernel."""
+    return not record.get("wrong") and "failed" not in record
 
 
 def make(shape: Shape, fmt: str, seed: int) -> Problem:
@@ -102,6 +136,8 @@ def measure(
         torch.cuda.synchronize()
     except ValueError as error:
         return record | {"refused": str(error)}
+    except Exception as error:  # whatever others' kernels raise: out of memory, no compiler, no such architecture
+        return record | {"failed": said(error)}
     record["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
     record["error"] = problem.error(result)
     del result
@@ -123,15 +159,21 @@ def render(console: Console, record: dict[str, Any]) -> None:
     if "copy_tb_s" in record:
         text = (
             f"{record['device']}: copy {record['copy_tb_s']:.2f} TB/s, fp8 matmul {record['fp8_tflop_s']:.0f} TFLOP/s, "
-            f"empty kernel {record['empty_ms']:.4f} ms"
+            f"empty kernel {record['empty_ms']:.4f} ms\n"
+            f"kernels: {', '.join(f'{name} {version}' for name, version in record['kernels'].items())}"
         )
+        text += "".join(f"\nnot here: {name}: {reason}" for name, reason in record["missing"].items())
     elif "read_ms" in record:
         text = (
             f"{record['shape']:20s} {record['format']:4s}       its pages alone are read in {record['read_ms']:.4f} ms"
         )
+    elif "backend" not in record:
+        text = f"{record['shape']:20s} {record['format']:4s}       FAILED to make its inputs: {record['failed']}"
     else:
         text = f"{record['shape']:20s} {record['format']:4s} {record['bytes_per_entry']:3d} B {record['backend']:26s} "
-        if "refused" in record:
+        if "failed" in record:
+            text += f"FAILED: {record['failed']}"
+        elif "refused" in record:
             text += f"refused: {record['refused']}"
         elif record.get("wrong"):
             text += f"WRONG: {record['measure']} {record['error']:.1e}, no speed for a wrong result"

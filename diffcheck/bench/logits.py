@@ -119,7 +119,7 @@ class Problem:
                 difference += float((~torch.isin(best, places)).sum())
                 total += len(best)
                 valid = places[places >= 0]
-                if len(valid) != len(best) or len(valid.unique()) != len(valid) or int(valid.max()) >= len(want):
+                if len(valid) != len(best) or len(valid.unique()) != len(valid) or (valid >= len(want)).any():
                     return 1.0
             else:
                 got = result[row, : len(want)].double()

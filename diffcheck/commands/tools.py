@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -77,19 +79,30 @@ def bench(
     formats: Annotated[str, typer.Option(help="Key formats: e4m3, bf16, e2m1.")] = "e4m3",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the records to this file.")] = None,
 ) -> None:
-    """Time the kernels, accuracy first: no speed is printed for a wrong result. Needs a CUDA device."""
-    from ..bench import DEFAULT_SHAPES, render
+    """Time the kernels, accuracy first: no speed is printed for a wrong result. Needs a CUDA device.
+
+    Exits with 1 when a kernel was wrong or failed. What was measured before an interrupt is in the JSON.
+    """
+    from ..bench import DEFAULT_SHAPES, passed, render
     from ..bench import bench as measure
+    from ..reporting.document import environment
 
     if json_file is not None:
         check_writable(json_file)
     names = None if backend is None else split(backend)
-    console, records = stdout(), []
-    for record in measure(names, split(shapes) if shapes else list(DEFAULT_SHAPES), split(formats)):
-        records.append(record)
-        render(console, record)
-    if json_file is not None:
-        write_json(json_file, {"schema_version": 1, "records": records})
+    console, records, partial = stdout(), [], True
+    try:
+        for record in measure(names, split(shapes) if shapes else list(DEFAULT_SHAPES), split(formats)):
+            records.append(record)
+            render(console, record)
+        partial = False
+    finally:
+        if json_file is not None and records:
+            finished = datetime.now(UTC).isoformat(timespec="seconds")
+            about = {"schema_version": 1, "finished": finished, "environment": environment("cuda")}
+            write_json(json_file, about | {"command": sys.argv[1:], "partial": partial, "records": records})
+    if not all(map(passed, records)):
+        raise typer.Exit(1)
 
 
 def fixture(

@@ -25,6 +25,7 @@ def environment(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: installed_version(name) for name in ("torch", "triton", "safetensors", "numpy")},
+        "cuda": torch.version.cuda,
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(),
     }

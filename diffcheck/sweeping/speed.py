@@ -56,4 +56,4 @@ def logits_speeds(todo: SweepPlan) -> dict[str, dict[str, Any]]:
 def _speed(record: dict[str, Any]) -> dict[str, Any]:
     if "ms" in record:
         return {"ms": record["ms"], "tb_s": record["tb_s"], "error": record["error"]}
-    return {"ms": None, "reason": "wrong" if record.get("wrong") else "refused"}
+    return {"ms": None, "reason": next(why for why in ("wrong", "refused", "failed") if why in record)}
