@@ -37,7 +37,10 @@ Runner = Callable[[Any], Callable[[], Any]]
 
 
 def bench(names: list[str] | None, shapes: list[str], formats: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the ceilings, then one record a case. Raises EnvironmentMissing without a CUDA device."""
+    """Yield the ceilings, then one record a case.
+
+    Raises EnvironmentMissing without a CUDA device, and when a kernel has left it unusable.
+    """
     parsed = [shape for text in shapes for shape in Shape.named_by(text)]
     unknown = [fmt for fmt in formats if fmt not in FORMATS]
     if unknown:
@@ -54,7 +57,10 @@ def bench(names: list[str] | None, shapes: list[str], formats: list[str]) -> Ite
     for shape in parsed:
         chosen = {name: run for name, run in available[shape.kind].items() if names is None or name in names}
         for fmt in formats:
-            yield from cases(shape, fmt, chosen, top)
+            for record in cases(shape, fmt, chosen, top):
+                yield record
+                if "failed" in record and not answers():
+                    raise EnvironmentMissing("the GPU takes no more work after that failure; the rest was not timed")
             torch.cuda.empty_cache()
 
 
@@ -84,6 +90,16 @@ def cases(shape: Shape, fmt: str, chosen: dict[str, Runner], top: dict[str, floa
     like = copy_milliseconds(sets[0].bytes) if shape.kind in TOKENS else None
     for name, run in chosen.items():
         yield measure(name, run, sets, top, like)
+
+
+def answers() -> bool:
+    """Whether the GPU still takes work of this process: after an access to memory that is none it does not."""
+    try:
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def said(error: Exception) -> str:

@@ -170,6 +170,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a made-up GPU")
+    monkeypatch.setattr(bench, "answers", lambda: True)
     monkeypatch.setattr(bench, "packages", lambda: {"kernels": {"mine": "1.0"}, "missing": {"theirs": "not installed"}})
     monkeypatch.setattr(bench, "ceilings", lambda: TOP | {"empty_ms": 0.003})
     monkeypatch.setattr(bench, "milliseconds", lambda calls: (0.5, 0.01))
@@ -260,6 +261,29 @@ def test_an_interrupt_loses_nothing(gpu, cli, tmp_path):
     document = kept(out)
     assert document["partial"] is True
     assert [record.get("backend") for record in document["records"]] == [None, "right"]
+
+
+def test_a_lost_gpu_is_blamed_on_nobody_else(gpu, cli, monkeypatch, tmp_path):
+    """After an illegal access every call of the process fails, the next kernels' too."""
+    gpu |= {"right": lambda: 1e-9, "breaks": raising(RuntimeError("CUDA error: an illegal memory access"))}
+    gpu["innocent"] = gpu["breaks"]
+    monkeypatch.setattr(bench, "answers", lambda: False)
+    out = tmp_path / "bench.json"
+    status, text, err = cli("bench", "--shapes", "prefill:2x64", "--json", out)
+    assert status == 3
+    assert err == "diffcheck: the GPU takes no more work after that failure; the rest was not timed\n"
+    assert "FAILED: RuntimeError: CUDA error: an illegal memory access" in text
+    document = kept(out)
+    assert document["partial"] is True
+    assert [record.get("backend") for record in document["records"]] == [None, "right", "breaks"]
+
+
+def test_whether_a_gpu_answers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
+    assert bench.answers()
+    monkeypatch.setattr(torch.cuda, "synchronize", raising(RuntimeError("CUDA error: an illegal memory access")))
+    assert not bench.answers()
 
 
 def test_what_cannot_be_timed_is_named():
