@@ -21,6 +21,7 @@ from ..backends.deep_gemm import DeepGemmKernels
 from ..backends.sglang import SglangKernels
 from ..backends.triton import TritonKernels
 from ..errors import EnvironmentMissing, InputError
+from ..exhausted import out_of_memory, release
 from . import logits, writers
 from .reading import read_pages
 from .shapes import DEFAULT_SHAPES, TOKENS, Shape
@@ -61,7 +62,7 @@ def bench(names: list[str] | None, shapes: list[str], formats: list[str]) -> Ite
                 yield record
                 if "failed" in record and not answers():
                     raise EnvironmentMissing("the GPU takes no more work after that failure; the rest was not timed")
-            torch.cuda.empty_cache()
+            release()
 
 
 def packages() -> dict[str, dict[str, str]]:
@@ -82,8 +83,11 @@ def cases(shape: Shape, fmt: str, chosen: dict[str, Runner], top: dict[str, floa
         sets = [make(shape, fmt, seed=0)]
         if sets[0].bytes < TWO_SETS_BELOW:
             sets.append(make(shape, fmt, seed=1))
-    except torch.OutOfMemoryError as error:
-        yield {"shape": str(shape), "format": fmt, "failed": said(error)}
+    except RuntimeError as error:
+        reason = out_of_memory(error)
+        if reason is None:
+            raise
+        yield {"shape": str(shape), "format": fmt, "failed": reason}
         return
     if isinstance(sets[0], logits.Problem) and sets[0].pages is not None:
         yield read(sets)
@@ -104,7 +108,7 @@ def answers() -> bool:
 
 def said(error: Exception) -> str:
     """An exception on one line; of what CUDA and compilers say the first line."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return out_of_memory(error) or f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def passed(record: dict[str, Any]) -> bool:

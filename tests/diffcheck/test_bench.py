@@ -218,7 +218,7 @@ def test_every_kind_of_record(gpu, cli, monkeypatch, tmp_path):
     lines = text.splitlines()
     assert lines[0].startswith("a made-up GPU: copy 4.00 TB/s")
     assert lines[1:3] == ["kernels: mine 1.0", "not here: theirs: not installed"]
-    assert "FAILED to make its inputs: OutOfMemoryError: CUDA out of memory. Tried to allocate 80 GiB." in lines[3]
+    assert "FAILED to make its inputs: out of memory (CUDA out of memory. Tried to allocate 80 GiB)" in lines[3]
     assert "its pages alone are read in 0.5000 ms" in lines[4]
     assert [line.split()[4] for line in lines[5:10]] == ["right", "wrong", "nan", "raises", "refuses"]
     assert "0.5000 ms +-0.0100" in lines[5]
