@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -85,7 +83,7 @@ def bench(
     """
     from ..bench import DEFAULT_SHAPES, passed, render
     from ..bench import bench as measure
-    from ..reporting.document import environment
+    from ..reporting.document import about
 
     if json_file is not None:
         check_writable(json_file)
@@ -98,9 +96,7 @@ def bench(
         partial = False
     finally:
         if json_file is not None and records:
-            finished = datetime.now(UTC).isoformat(timespec="seconds")
-            about = {"schema_version": 1, "finished": finished, "environment": environment("cuda")}
-            write_json(json_file, about | {"command": sys.argv[1:], "partial": partial, "records": records})
+            write_json(json_file, about("cuda") | {"partial": partial, "records": records})
     if not all(map(passed, records)):
         raise typer.Exit(1)
 

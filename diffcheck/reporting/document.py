@@ -31,6 +31,16 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
+def about(device: str) -> dict[str, Any]:
+    """What every document of this package's own measurements begins with."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": environment(device),
+        "command": sys.argv[1:],
+    }
+
+
 def document(todo: Plan, outcome: Outcome, gates: list[GateResult]) -> dict[str, Any]:
     """The whole run as JSON values (schema_version 1; `diffcheck schema run` prints its schema)."""
     config = todo.checkpoint.config
@@ -42,11 +52,7 @@ def document(todo: Plan, outcome: Outcome, gates: list[GateResult]) -> dict[str,
         }
         for case in todo.cases
     }
-    found: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-        "environment": environment(todo.device),
-        "command": sys.argv[1:],
+    found: dict[str, Any] = about(todo.device) | {
         "checkpoint": {
             "path": str(todo.checkpoint.directory),
             "config": {name: plain(getattr(config, name)) for name in config.sources if hasattr(config, name)},

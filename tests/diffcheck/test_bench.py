@@ -79,16 +79,11 @@ def test_a_wrong_result_prints_no_speed():
     assert "ms" not in line
 
 
-def test_a_writer_is_held_against_a_copy_of_as_many_bytes(monkeypatch):
+def test_a_writer_is_held_against_a_copy_of_as_many_bytes(gpu):
     problem = SimpleNamespace(
         shape="queries:8", fmt="e4m3", bytes_per_entry=132, measure="different", limit=1e-3, bytes=1e9, operations=0,
         error=lambda result: 0.0,
     )  # fmt: skip
-    for name in ("synchronize", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    for name in ("memory_allocated", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    monkeypatch.setattr(bench, "milliseconds", lambda calls: (0.5, 0.0))
     record = bench.measure("triton", lambda p: lambda: None, [problem], TOP, like=0.4)
     assert record["of_like_copy"] == 0.8
     assert record["of_copy"] == 0.5

@@ -1,10 +1,8 @@
 """Whole random checkpoints: complete, readable by what others wrote, of sane magnitude, resumable."""
 
-import importlib.util
 import json
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -131,12 +129,8 @@ def test_config_is_that_of_the_first_layers(whole):
 
 
 @pytest.fixture(scope="module")
-def measure_model():
-    path = Path(__file__).parents[2] / "fixtures" / "measure_model.py"
-    spec = importlib.util.spec_from_file_location("measure_model", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+def measure_model(helper):
+    return helper("../fixtures/measure_model")
 
 
 def test_measurement_script_stops_in_time_and_goes_on(measure_model, tmp_path, monkeypatch, capsys):
