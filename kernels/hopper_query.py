@@ -22,7 +22,7 @@ Some multiprocessors are 10 % slower than others, with the same work, so program
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, no-any-return"
 
-from collections.abc import Collection
+from typing import Any
 
 import torch
 import triton
@@ -366,9 +366,12 @@ def _counter(device: torch.device) -> Tensor:
     return _counters[key]
 
 
-def runs(heads: int, hadamard: bool, fp4_step: bool, round_bf16: Collection[str]) -> bool:
-    """Whether this kernel takes such queries in e4m3 or e2m1: the 16 rows of a warp need the same angles."""
-    return heads % 16 == 0 and hadamard and not fp4_step and set(round_bf16) == {"rope", "hadamard"}
+def runs(heads: int, recipe: dict[str, Any]) -> bool:
+    """Whether this kernel takes such queries in e4m3 or e2m1, by a recipe's constants for the plain kernel: the 16 rows
+    of a warp need the same angles.
+    """
+    rounded = recipe["HADAMARD"] and recipe["ROUND_ROPE"] and recipe["ROUND_HADAMARD"]
+    return heads % 16 == 0 and rounded and not recipe["FP4_STEP"]
 
 
 def quantise_query_sm90(

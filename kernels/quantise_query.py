@@ -195,7 +195,7 @@ def quantise_query(
     if scales is not None and on_hopper(q):
         from . import hopper_query
 
-        if hopper_query.runs(heads, hadamard, fp4_step, round_bf16):
+        if hopper_query.runs(heads, recipe):
             hopper_query.quantise_query_sm90(
                 q, gate, cos, sin, gate_scale, form.name, recipe["POWER_OF_TWO"], floor, recipe["TIES_DOWN"],
                 codes, scales, gate_out,
